@@ -19,8 +19,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from controllers.compose.listing import groups
-from tests.algorithms.choices import learning_at_once
+from tests.algorithms.choices import REWARDED, learning_at_once
 from tests.controllers.runs import Inputs, command, command_here, make_inputs
 from verl_ray.cluster.session import Session
 from verl_ray.tracking.jsonl import read_metrics
@@ -76,7 +75,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    every = [*groups()["algorithm"]]
+    every = REWARDED
     parser.add_argument("--algorithm", nargs="+", choices=every, default=every)
     parser.add_argument("--backend", nargs="+", choices=BACKENDS, default=BACKENDS)
     parser.add_argument("--steps", type=int, default=2)

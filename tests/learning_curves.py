@@ -26,8 +26,7 @@ from dataclasses import astuple, dataclass
 from itertools import product
 from pathlib import Path
 
-from controllers.compose.listing import groups
-from tests.algorithms.choices import TAKES_SEVERAL_UPDATES
+from tests.algorithms.choices import REWARDED, TAKES_SEVERAL_UPDATES
 from tests.controllers.runs import command_here
 from verl_ray.cluster.session import Session
 from verl_ray.tracking.jsonl import read_metrics
@@ -120,7 +119,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    every = [*groups()["algorithm"]]
+    every = REWARDED
     parser.add_argument("--algorithm", nargs="+", choices=every, default=every)
     parser.add_argument("--schedule", nargs="+", default=["synchronous"])
     parser.add_argument("--seed", nargs="+", type=int, default=[0])

@@ -12,6 +12,7 @@ from controllers.compose.listing import groups
 from scripts.configuration import compose
 from verl_ray.algorithms.advantages import ADVANTAGES
 from verl_ray.algorithms.declaration import Declaration
+from verl_ray.algorithms.distillation import DIVERGENCES
 from verl_ray.algorithms.policy_losses import POLICY_LOSSES
 from verl_ray.algorithms.preference_losses import PREFERENCE_LOSSES
 from verl_ray.algorithms.row_weights import AGGREGATIONS
@@ -85,6 +86,9 @@ TABLES = {
     ("docs/preferences.md", "| `preference.loss` | paper | reference | reads |"): [
         row(f"`{name}`", one.paper, "yes" if one.has_reference else "no", reads(one))
         for name, one in PREFERENCE_LOSSES.items()
+    ],
+    ("docs/distillation.md", "| `distill.divergence` | paper | reads |"): [
+        row(f"`{name}`", one.paper, reads(one)) for name, one in DIVERGENCES.items()
     ],
     ("docs/metrics.md", "| finding | when | because | what to change |"): [
         row(

@@ -55,6 +55,7 @@ SHORTER = {
     "verl-ray train --config-name grpo": f"{FEW} {QUIET} evaluation.num_prompts=5",
     "verl-ray train --config-name reward_model": f"{QUIET} run.total_steps=2 run.evaluate_every=2",
     "verl-ray evaluate --config-name reward_model": "evaluation.num_pairs=4 run.threads_per_rank=1",
+    "verl-ray train --config-name distill": f"{FEW} {QUIET} evaluation.num_prompts=5 run.evaluate_every=1",
     "verl-ray train --config-name dpo": f"{QUIET} run.total_steps=2 run.evaluate_every=2",
     "verl-ray train --config-name gsm8k": f"{FEW} {SHORT} {QUIET}",
     "verl-ray train --config-name word_problems": f"{FEW} {PREPARED} {QUIET}",
@@ -77,6 +78,7 @@ AS_IT_STANDS = (
     "ray start --head --block",
     "cat > grader.py",
     "cat > loss.py",
+    "cat > hint.py",
     "cat > sums.csv",
     "scripts/prepare_data",
 )

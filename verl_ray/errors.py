@@ -341,7 +341,7 @@ class GraderOutage(RewardError):
 
 
 class ModelServiceError(VerlRayError):
-    """A model that an environment talks to is away, or its server gave no answer."""
+    """A model behind a server is away, or its server gave no answer."""
 
 
 class WeightSyncError(VerlRayError):

@@ -22,11 +22,11 @@ from verl_ray.columns.stages import (
     LogProbs,
     Rollouts,
     RowRewards,
-    Rows,
     TrainingBatch,
     Values,
 )
 from verl_ray.config.algorithm import AlgorithmConfig
+from verl_ray.config.distill import TeacherService
 from verl_ray.config.rollout import WireName
 from verl_ray.data.token_versions import VersionAges, versions_of_tokens
 from verl_ray.engine.base import EngineSpec, LossAccumulator, LossReport
@@ -39,7 +39,8 @@ from verl_ray.learning.policy_objective import (
 )
 from verl_ray.ops.installed_torch import leaving_a_core
 from verl_ray.ops.masked import Moments, whiten
-from verl_ray.ops.outputs import RequestedOutputs
+from verl_ray.ops.outputs import TopTokens
+from verl_ray.rewards.teacher import RemoteTeacher, ServerNeeds, no_log_probs
 from verl_ray.rollout.probes import Probe
 from verl_ray.weight_sync.manifest import Manifest
 from verl_ray.weight_sync.transport import (
@@ -52,6 +53,7 @@ from verl_ray.weight_sync.transport import (
 )
 from verl_ray.weight_sync.wires import sender_of
 from workers.model_worker import MiniBatch, ModelWorker, UpdateReport, loss_weights
+from workers.teacher_context import TeacherContext, behind_own_prompts
 
 
 class ActorWorker(ModelWorker):
@@ -64,13 +66,40 @@ class ActorWorker(ModelWorker):
 
     # ---------------------------------------------------------------------- one RL step
 
-    def compute_base_log_probs(self, rows: Rows, temperature: float) -> LogProbs:
-        """Return log-probabilities without the adapter.
+    def ask_teacher(
+        self,
+        rows: Rollouts,
+        service: TeacherService,
+        top: TopTokens | None,
+        context: TeacherContext | None,
+    ) -> LogProbs:
+        """Return the log-probabilities that a server gives to the response tokens.
 
-        They are those of the policy before it learned, which is then the reference.
+        Args:
+            service: The server of the teacher.
+            top: Which of the most probable tokens are asked for; None = none.
+            context: The prompts that a teacher reads; None = those of the policy.
+
+        Raises:
+            ModelServiceError: It gives none.
         """
-        outputs = RequestedOutputs(log_probs=True, temperature=temperature, base=True)
-        return self._log_probs(rows, outputs)
+        # One of the peers that compute the same rows asks for all of them.
+        if not self.topology.returns_results:
+            return no_log_probs(rows, top)
+        read = rows if context is None else context.rows(rows)
+        log_probs = RemoteTeacher(service).log_probs(read, top)
+        if context is None:
+            return log_probs
+        return behind_own_prompts(log_probs, read, rows)
+
+    def require_teacher(self, service: TeacherService, needs: ServerNeeds) -> None:
+        """Check that this rank reaches the server of a teacher that fits the run.
+
+        Raises:
+            ConfigError: It does not.
+        """
+        if self.topology.returns_results:
+            RemoteTeacher(service).require(needs)
 
     def compute_divergence(
         self,
@@ -179,6 +208,8 @@ class ActorWorker(ModelWorker):
             rollout_log_probs=rows.rollout_log_probs,
             old_log_probs=None if old is None else old.log_probs,
             ref_log_probs=None if reference is None else reference.log_probs,
+            candidates=None if reference is None else reference.top_tokens,
+            teacher_log_probs=None if reference is None else reference.top_log_probs,
             advantages=advantages,
             is_fresh=_is_fresh(rows, versions, ages),
         )

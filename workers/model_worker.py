@@ -6,6 +6,7 @@ Invariant: no method knows which backend holds the model.
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -29,12 +30,13 @@ from verl_ray.config.algorithm import AggregationName
 from verl_ray.data.token_versions import VersionAges
 from verl_ray.engine.base import EngineSpec, LossReport, StepReport
 from verl_ray.engine.build import build_engine
-from verl_ray.errors import NonFiniteError
+from verl_ray.errors import DataError, NonFiniteError
 from verl_ray.learning.objectives import Objective
-from verl_ray.ops.outputs import RequestedOutputs
+from verl_ray.ops.outputs import RequestedOutputs, TopTokens
 from verl_ray.profiling.flops import peak_flops_per_s, training_flops
 from verl_ray.profiling.memory import DeviceMemory, device_memory
 from verl_ray.rendezvous import share_timeout
+from workers.teacher_context import TeacherContext, behind_own_prompts
 
 # The driver names the methods of workers, and does without torch.
 if TYPE_CHECKING:
@@ -129,6 +131,64 @@ class ModelWorker:
         )
         return self._log_probs(rows, outputs)
 
+    def compute_reference_log_probs(
+        self,
+        rows: Rollouts,
+        temperature: float,
+        base: bool = False,
+        top: TopTokens | None = None,
+        context: TeacherContext | None = None,
+    ) -> LogProbs:
+        """Return the log-probabilities that the policy is compared with.
+
+        Args:
+            temperature: The temperature that the tokens were sampled with.
+            base: Whether to compute without the adapter: the model before training.
+            top: Which of the most probable tokens are asked for; None = none.
+            context: The prompts that a teacher reads; None = those of the policy.
+        """
+        read: Rows = rows
+        if context is not None:
+            read = context.rows(rows)
+            self._require_same_rows(read)
+        outputs = RequestedOutputs(
+            log_probs=True, top=top, temperature=temperature, base=base
+        )
+        log_probs = self._log_probs(read, outputs)
+        if context is None:
+            return log_probs
+        return behind_own_prompts(log_probs, read, rows)
+
+    def _require_same_rows(self, rows: Rows) -> None:
+        """Check that the ranks which compute these rows together have the same.
+
+        Each of them has called the user's function by itself. Collective.
+
+        Raises:
+            DataError: They differ.
+        """
+        import torch
+        import torch.distributed as dist
+
+        if self.engine.peers == 1:
+            return
+        content = rows.offsets.tobytes() + rows.tokens.tobytes()
+        digest = hashlib.blake2b(content, digest_size=7).digest()
+        place = self.topology.dp_rank
+        # Host tensors, which the gloo half of the process group carries.
+        highest = torch.full((self.topology.dp_size,), -1)
+        highest[place] = int.from_bytes(digest)
+        lowest = torch.full_like(highest, torch.iinfo(torch.int64).max)
+        lowest[place] = highest[place]
+        dist.all_reduce(highest, dist.ReduceOp.MAX)
+        dist.all_reduce(lowest, dist.ReduceOp.MIN)
+        if not torch.equal(highest, lowest):
+            raise DataError(
+                "distill.teacher_prompt wrote different prompts of the same response",
+                fix="let it return the same prompt in each call, without random"
+                " numbers, times, or the order of a set",
+            )
+
     def _log_probs(self, rows: Rows, outputs: RequestedOutputs) -> LogProbs:
         results = self.engine.forward(rows, outputs)
         assert results.log_probs is not None
@@ -137,6 +197,10 @@ class ModelWorker:
             log_probs=results.log_probs,
             entropy=results.entropy,
             squared_probs=results.squared_probs,
+            top_tokens=None
+            if results.top_tokens is None
+            else results.top_tokens.astype(np.int32),
+            top_log_probs=results.top_log_probs,
         )
 
     def evaluate_teacher_forced(

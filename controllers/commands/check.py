@@ -27,6 +27,7 @@ from verl_ray.algorithms.catalogue import CHOICES
 from verl_ray.algorithms.policy_losses import POLICY_LOSSES
 from verl_ray.checkpoint.store import CheckpointStore
 from verl_ray.config.algorithm import ADDITIONS, AlgorithmConfig
+from verl_ray.config.distill import DistillConfig
 from verl_ray.config.load import parse, to_tree
 from verl_ray.config.schema import Config, rule_violations
 from verl_ray.config.tasks.rl import RLConfig
@@ -58,6 +59,7 @@ from verl_ray.preflight.tables import (
     role_table,
     source_lines,
 )
+from verl_ray.preflight.teacher_trial import try_teacher_prompt
 from verl_ray.preflight.trials import Trials
 
 GIB = 2**30
@@ -72,6 +74,7 @@ class TrialResults:
         rewards: The trials of the reward functions; empty without data.
         components: The trials of the components of a mixed reward.
         environments: The trials of the environments of episodes.
+        teacher: The trial of the function that writes a teacher's prompts.
         functions: The trials of the user's functions of `algorithm`.
     """
 
@@ -79,6 +82,7 @@ class TrialResults:
     rewards: TrialFindings = field(default_factory=TrialFindings)
     components: Trials = field(default_factory=Trials)
     environments: EnvironmentTrials = field(default_factory=EnvironmentTrials)
+    teacher: Trials = field(default_factory=Trials)
     functions: Trials = field(default_factory=Trials)
 
     @property
@@ -88,8 +92,9 @@ class TrialResults:
 
     @property
     def lines_of_data(self) -> list[str]:
-        """Results of components and environments on the first records, in words."""
-        return [*self.components.lines, *self.environments.lines]
+        """Results of users' code on the first records, in words."""
+        trials = (self.components, self.environments, self.teacher)
+        return [line for each in trials for line in each.lines]
 
     @property
     def warnings(self) -> list[str]:
@@ -98,7 +103,8 @@ class TrialResults:
 
     @property
     def _code(self) -> list[Trials]:
-        return [self.rewards, self.components, self.environments, self.functions]
+        on_records = [self.rewards, self.components, self.environments, self.teacher]
+        return [*on_records, self.functions]
 
 
 @dataclass(frozen=True)
@@ -146,7 +152,8 @@ class SeenData:
                 results = replace(results, rewards=rewards)
                 if not rewards.problems and not evaluates:
                     components = try_components(config, data.files)
-                    results = replace(results, components=components)
+                    teacher = try_teacher_prompt(config, data.files)
+                    results = replace(results, components=components, teacher=teacher)
                 if isinstance(config, RLConfig) and config.episodes is not None:
                     environments = try_environments(config, data.files)
                     results = replace(results, environments=environments)
@@ -543,9 +550,21 @@ def _parts(config: RLConfig) -> Iterator[str]:
     else:
         yield f"KL {kl.estimator} in the {kl.place}, {kl.coefficient:g} per nat"
 
+    if config.distill is not None:
+        yield _teacher_in_words(config.distill)
+
     additions = [name for name in ADDITIONS if getattr(algorithm, name) is not None]
     if additions:
         yield ", ".join(_in_words(algorithm, name) for name in additions)
+
+
+def _teacher_in_words(distill: DistillConfig) -> str:
+    """Return what the actor learns from its teacher, the reference."""
+    numbers: dict[str, float | None] = {"weight": distill.weight}
+    if distill.num_top:
+        numbers["top_k"] = distill.num_top
+    numbers |= distill.declared.settings(distill)
+    return f"teacher {distill.divergence}{_named(numbers)}"
 
 
 def _correction_in_words(algorithm: AlgorithmConfig) -> str:

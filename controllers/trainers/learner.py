@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
@@ -56,15 +56,22 @@ from verl_ray.columns.stages import (
 )
 from verl_ray.config.tasks.rl import RLConfig
 from verl_ray.data.token_versions import OptimizerSteps
+from verl_ray.data.tokenizers import tokens_to_compare
 from verl_ray.learning.coefficients import EntropyControl, make_kl_controller
 from verl_ray.learning.credit import response_rewards
 from verl_ray.learning.policy_objective import PolicyObjective
+from verl_ray.ops.outputs import TopTokens
 from verl_ray.profiling.phases import Timers
 from verl_ray.rewards.shaping import ResponseScores, turn_weights
+from verl_ray.rewards.teacher import ServerNeeds
 from verl_ray.rollout.requests import Sampling
 from workers.actor import ActorWorker
 from workers.critic import CriticWorker
 from workers.model_worker import ReferenceWorker, UpdateReport
+from workers.teacher_context import TeacherContext
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 T = TypeVar("T")
 
@@ -79,6 +86,7 @@ class Learner:
         sampling: Sampling,
         timers: Timers,
         background: Background,
+        num_tokens: int,
     ) -> None:
         """Start from the configuration; `load_state` continues from a checkpoint.
 
@@ -88,6 +96,7 @@ class Learner:
             sampling: How the rollouts are sampled.
             timers: Timers of the step, which record the waits for models.
             background: Work that is advanced while models are waited for.
+            num_tokens: Number of tokens of the actor's tokenizer.
         """
         self.config = config
         self.system = system
@@ -103,7 +112,39 @@ class Learner:
             config.actor.updates_per_step(config.rows_per_step),
         )
         self._background = background
+        # A teacher's vocabulary may go on behind that of the tokenizer.
+        self._top: TopTokens | None = None
+        self._context: TeacherContext | None = None
+        distill = config.distill
+        if distill is not None and distill.num_top:
+            self._top = TopTokens(min(distill.num_top, num_tokens), num_tokens)
+        if distill is not None and distill.teacher_prompt is not None:
+            self._context = TeacherContext(
+                distill.teacher_prompt,
+                distill.max_prompt_tokens,
+                config.data,
+                config.actor.model.folder,
+            )
         self._step = 0
+
+    def require_teacher(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        """Check that each rank of the actor reaches the server of a teacher, if any.
+
+        Args:
+            tokenizer: The tokenizer of the actor.
+
+        Raises:
+            ConfigError: There is none, or it does not fit the run.
+        """
+        distill = self.config.distill
+        if distill is None or distill.service is None:
+            return
+        text, tokens = tokens_to_compare(tokenizer)
+        needs = ServerNeeds(text, tokens, self._top, self.config.longest_row[0])
+        call = self.system.actor.broadcast(
+            ActorWorker.require_teacher, distill.service, needs
+        )
+        self._wait([call])
 
     # ------------------------------------------------------------- log-probs and values
 
@@ -131,23 +172,7 @@ class Learner:
                 ADVANTAGES[algorithm.advantage].reads_probabilities,
             )
 
-        reference_log_probs: Pending[Sharded[LogProbs]] | None = None
-        reference = system.reference
-        if reference is not None:
-            # A lost reference may start again beside the others, which go on.
-            reference_log_probs = system.restarts.call(
-                reference,
-                lambda: reference.scatter(
-                    ReferenceWorker.compute_log_probs, rollouts, temperature
-                ),
-                number,
-            )
-        elif self.config.reference_is_base:
-            # The actor without its adapter is the reference.
-            reference_log_probs = system.actor.scatter(
-                ActorWorker.compute_base_log_probs, rollouts, temperature
-            )
-
+        reference_log_probs = self._call_reference(number, rollouts)
         values: Call[Sharded[Values]] | None = None
         if system.critic is not None:
             values = system.critic.scatter(CriticWorker.compute_values, rollouts)
@@ -162,6 +187,43 @@ class Learner:
             old_log_probs=self._wait_if_called("old_log_prob", old_log_probs, calls),
             reference_log_probs=self._wait_if_called("ref", reference_log_probs, calls),
             values=self._wait_if_called("values", values, calls),
+        )
+
+    def _call_reference(
+        self, number: int, rollouts: Sharded[Rollouts]
+    ) -> Pending[Sharded[LogProbs]] | None:
+        """Ask the reference or teacher for log-probs; None where there is none."""
+        config, distill = self.config, self.config.distill
+        temperature, top, context = config.rollout.temperature, self._top, self._context
+        actor, reference = self.system.actor, self.system.reference
+        if distill is not None and distill.service is not None:
+            method = ActorWorker.ask_teacher
+            return actor.scatter(method, rollouts, distill.service, top, context)
+        if reference is not None:
+            # A lost reference may start again beside the others, which go on.
+            return self.system.restarts.call(
+                reference,
+                lambda: reference.scatter(
+                    ReferenceWorker.compute_reference_log_probs,
+                    rollouts,
+                    temperature,
+                    False,
+                    top,
+                    context,
+                ),
+                number,
+            )
+        # The actor is the reference: itself, or without its adapter.
+        is_own_teacher = distill is not None and distill.teacher == "actor"
+        if not is_own_teacher and not config.reference_is_base:
+            return None
+        return actor.scatter(
+            ActorWorker.compute_reference_log_probs,
+            rollouts,
+            temperature,
+            not is_own_teacher,
+            top,
+            context,
         )
 
     @property
@@ -322,6 +384,7 @@ class Learner:
             self.kl.coefficient,
             self.mismatch.corrects,
             self.entropy.coefficient,
+            distill=self.config.distill,
         )
 
     # -------------------------------------------------------------------------- metrics

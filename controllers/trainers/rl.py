@@ -97,13 +97,20 @@ class Trainer:
             sampling,
             self.timers,
             background=producer,
+            num_tokens=len(prompts.tokenizer),
         )
 
         self.memory = MemoryRecord(config, system.groups, on_gpus=system.has_gpus)
         self.policy_version = -1
 
     def begin(self, done: int) -> None:
-        """Publish the policy as it is after `done` steps, so that replicas use it."""
+        """Publish the policy as it is after `done` steps, so that replicas use it.
+
+        Raises:
+            ConfigError: The server of a teacher is not there, or reads other tokens.
+        """
+        with phase("asking for the teacher"):
+            self.learner.require_teacher(self.prompts.tokenizer)
         self.supply.begin(done)
         self.publish(done)
 

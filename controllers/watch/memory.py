@@ -37,7 +37,7 @@ CALLS: dict[Phase, tuple[Callable[..., object], ...]] = {
     "generate": (RolloutWorker.generate, RewardModelGrader.score, JudgeWorker.score),
     "measure": (
         ActorWorker.compute_log_probs,
-        ActorWorker.compute_base_log_probs,
+        ModelWorker.compute_reference_log_probs,
         CriticWorker.compute_values,
         ModelWorker.evaluate_teacher_forced,
         RewardModelWorker.compute_scores,

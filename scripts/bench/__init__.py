@@ -43,6 +43,7 @@ SUITES = {
         "memory of a rank under each sharding strategy, compared with the formula"
     ),
     "peaks": "the most memory of passes on a CPU, compared with the memory plan",
+    "preferences": "steps of DPO, compared with TRL's DPOTrainer on the same pairs",
     "rollout": "the rollout servers, compared with vLLM's own offline `LLM.generate`",
     "schedule": "the schedules of rollouts and training, compared with each other",
     "step": (

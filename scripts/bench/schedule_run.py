@@ -344,7 +344,9 @@ class ScheduleTrainer(Trainer):
         producer = _ForcedProducer(config, own_system, lengths, self.record)
         self.supply.producer = producer
         sampling = producer.training_generation().sampling
-        self.learner = Learner(config, own_system, sampling, self.timers, producer)
+        self.learner = Learner(
+            config, own_system, sampling, self.timers, producer, len(tokenizer)
+        )
 
     def produce(self) -> Experience:
         """Return the groups of a step, and note how long they were waited for."""

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
+from controllers.compose.listing import groups
 from tests.corrections import NO_CORRECTION, NO_LIMIT
 from verl_ray.algorithms.catalogue import declared_settings
 from verl_ray.algorithms.policy_losses import POLICY_LOSSES
 from verl_ray.config.algorithm import AlgorithmConfig
+
+REWARDED = tuple(name for name in groups()["algorithm"] if name != "distill")
+"""All but the one whose policy has a teacher alone."""
 
 TAKES_SEVERAL_UPDATES = ("gspo", "luspo", "gmpo", "sapo", "kl_cov")
 """Their ratio is 1 with one update per step."""

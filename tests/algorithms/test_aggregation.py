@@ -18,6 +18,7 @@ from verl_ray.algorithms.row_weights import AGGREGATIONS, row_weights
 from verl_ray.columns.batch import offsets_of
 from verl_ray.ops.kl import k3
 from verl_ray.ops.log_probs import head_log_probs
+from verl_ray.ops.outputs import RequestedOutputs
 
 MODES = tuple(AGGREGATIONS)
 HAND: dict[str, float] = {
@@ -111,7 +112,10 @@ class _Rows:
             torch.arange(len(rows)), torch.from_numpy(self.lengths[rows])
         )
         outputs = head_log_probs(
-            self.hidden[token], self.weight, self.targets[token], with_entropy=True
+            self.hidden[token],
+            self.weight,
+            self.targets[token],
+            requested=RequestedOutputs(entropy=True),
         )
         function = (
             partial(ppo_clip, clip_low=0.2, clip_high=0.3, dual_clip=3.0)

@@ -8,8 +8,8 @@ from collections.abc import Mapping
 import pytest
 
 from controllers.compose.composition import examine
-from controllers.compose.listing import groups
 from scripts.configuration import compose
+from tests.algorithms.choices import REWARDED
 from verl_ray.algorithms.advantages import ADVANTAGES
 from verl_ray.algorithms.agent_baselines import EMA_DECAY
 from verl_ray.algorithms.catalogue import CHOICES, KL_ESTIMATORS, declared_settings
@@ -43,7 +43,7 @@ def test_functions_take_the_settings_that_are_declared() -> None:
         assert {setting.name for setting in declared.reads} <= taken
 
 
-@pytest.mark.parametrize("name", groups()["algorithm"])
+@pytest.mark.parametrize("name", REWARDED)
 def test_an_algorithm_has_the_settings_that_it_reads(name: str) -> None:
     """Its file sets them; a setting that it does not read is null and must stay so."""
     config = compose("quickstart", [f"algorithm={name}"])

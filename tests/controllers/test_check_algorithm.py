@@ -7,9 +7,10 @@ import pytest
 from controllers.commands.check import algorithm_lines, rate_lines
 from controllers.compose.listing import groups
 from scripts.configuration import compose
+from tests.algorithms.choices import REWARDED
 
 
-@pytest.mark.parametrize("name", groups()["algorithm"])
+@pytest.mark.parametrize("name", REWARDED)
 def test_two_lines_explain_an_algorithm(name: str) -> None:
     config = compose("quickstart", [f"algorithm={name}"])
     about, parts = algorithm_lines(config)

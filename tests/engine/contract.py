@@ -52,7 +52,7 @@ from verl_ray.learning.objectives import (
     Objective,
     SupervisedObjective,
 )
-from verl_ray.ops.outputs import RequestedOutputs
+from verl_ray.ops.outputs import RequestedOutputs, TopTokens
 
 
 def check_outputs(ranks: Ranks, kind: str) -> dict[str, Any]:
@@ -62,6 +62,7 @@ def check_outputs(ranks: Ranks, kind: str) -> dict[str, Any]:
         entropy=True,
         greedy=True,
         squared_probs=True,
+        top=TopTokens(4, 11),
         temperature=TEMPERATURE,
     )
     for model in MODELS:
@@ -743,6 +744,7 @@ def check_sequence(ranks: Ranks) -> dict[str, Any]:
                 entropy=True,
                 greedy=True,
                 squared_probs=True,
+                top=TopTokens(4, 11),
                 temperature=TEMPERATURE,
             ),
         )

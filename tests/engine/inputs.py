@@ -14,9 +14,11 @@ import torch.distributed as dist
 
 from scripts.bench import layouts
 from scripts.tiny_families import tiny_config
+from tests.algorithms.distillation import distill_config
 from tests.algorithms.preferences import preference_objective
 from tests.corrections import NO_CORRECTION, NO_LIMIT
 from verl_ray.algorithms.catalogue import declared_settings
+from verl_ray.algorithms.distillation import DIVERGENCES
 from verl_ray.algorithms.losses import TokenLoss
 from verl_ray.algorithms.policy_losses import POLICY_LOSSES
 from verl_ray.backends import BACKENDS
@@ -125,7 +127,9 @@ ALGORITHM = AlgorithmConfig(
     truncated="score",
     sequence="row",
 )
-POLICY = PolicyObjective(ALGORITHM, TEMPERATURE, KL)
+MIXED, DISTILLED = 0.3, 0.5
+TEACHER = distill_config(divergence="jsd", weight=DISTILLED, top_k=3, beta=MIXED)
+POLICY = PolicyObjective(ALGORITHM, TEMPERATURE, KL, distill=TEACHER)
 UPPER = 1.0  # between the geometric means of the rows
 CORRECTED = PolicyObjective(
     ALGORITHM.model_copy(update={
@@ -189,7 +193,7 @@ def rows_of(lengths: tuple[int, ...] = LENGTHS) -> TrainingBatch:
     def column(low: float, high: float) -> np.ndarray[Any, np.dtype[np.float32]]:
         return random.uniform(low, high, tokens).astype(np.float32)
 
-    return TrainingBatch(
+    rows = TrainingBatch(
         offsets=offsets,
         tokens=random.integers(0, 14, tokens).astype(np.int32),
         response_mask=mask,
@@ -202,6 +206,13 @@ def rows_of(lengths: tuple[int, ...] = LENGTHS) -> TrainingBatch:
         returns=column(-1, 1),
         rollout_log_probs=column(-3, -2),
         selected=(column(0, 1) < 0.5).astype(np.float32),
+    )
+    # Three tokens each, and what a teacher leaves to all others.
+    order = random.random((tokens, 14)).argsort(-1)
+    teacher = random.dirichlet(np.ones(4), tokens)[:, :3]
+    return rows.replace(
+        candidates=order[:, :3].astype(np.int32),
+        teacher_log_probs=np.log(teacher).astype(np.float32),
     )
 
 
@@ -275,6 +286,10 @@ class EveryLoss:
                 }
             )  # fmt: skip
             terms[name] = PolicyObjective(algorithm, TEMPERATURE, 0.0)(outputs, inputs)
+        for name in DIVERGENCES:
+            distill = distill_config(divergence=name, weight=1.0, top_k=3, beta=None)
+            objective = PolicyObjective(algorithm, TEMPERATURE, 0.0, distill=distill)
+            terms[name] = objective(outputs, inputs)
         loss = sum((1 + place) * term.loss for place, term in enumerate(terms.values()))
         assert isinstance(loss, torch.Tensor)
         return TokenLoss(

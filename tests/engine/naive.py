@@ -100,8 +100,31 @@ def naive_policy_loss(model: Any, rows: Any, *, corrected: bool = False) -> Tens
         loss = loss - inputs.ENTROPY * -(log_p.exp() * log_p).sum(-1)
         divergence = (ref - chosen).exp() - 1 - (ref - chosen)
         loss = loss + inputs.KL * divergence.clamp(max=10)
+        if not corrected:
+            loss = loss + inputs.DISTILLED * naive_jsd(log_p, rows, row, read)
         total = total + float(rows.loss_weight[i]) * loss.sum()
     return total
+
+
+def naive_jsd(log_p: Tensor, rows: Any, row: slice, read: Tensor) -> Tensor:
+    """Return GKD's divergence of a teacher's three tokens and of all others together.
+
+    Args:
+        log_p: float64 [read, vocabulary].
+        rows: All rows.
+        row: The tokens of one.
+        read: Which of these are learned from.
+    """
+    candidates = torch.from_numpy(rows.candidates[row].astype(np.int64))[read]
+    student = log_p.gather(1, candidates).exp()
+    teacher = torch.from_numpy(rows.teacher_log_probs[row]).double()[read].exp()
+    student, teacher = (
+        torch.cat([p, 1 - p.sum(1, keepdim=True)], 1) for p in (student, teacher)
+    )
+    mixture = inputs.MIXED * teacher + (1 - inputs.MIXED) * student
+    from_teacher = (teacher * (teacher / mixture).log()).sum(1)
+    from_student = (student * (student / mixture).log()).sum(1)
+    return inputs.MIXED * from_teacher + (1 - inputs.MIXED) * from_student
 
 
 def naive_experts_loss(

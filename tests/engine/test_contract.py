@@ -32,6 +32,7 @@ from tests.engine.naive import (
     with_adapter,
 )
 from tests.rank_processes import run_ranks, slow_tests_asked
+from verl_ray.algorithms.distillation import DIVERGENCES
 from verl_ray.algorithms.policy_losses import POLICY_LOSSES
 from verl_ray.engine.module_engine import ModuleEngine
 
@@ -293,6 +294,13 @@ def test_log_probs_and_entropy_are_those_of_plain_transformers(
         np.testing.assert_array_equal(
             given["greedy"][row][read], logits.argmax(-1) == targets
         )
+        top = log_p[:, :11].topk(4)
+        np.testing.assert_allclose(
+            given["top_log_probs"][row][read.numpy()], top.values, atol=EXACT
+        )
+        np.testing.assert_array_equal(
+            given["top_tokens"][row][read.numpy()], top.indices
+        )
     assert not given["log_probs"][~rows.response_mask].any()
 
 
@@ -474,7 +482,7 @@ def test_no_loss_depends_on_backends_ranks_or_micro_batches(
     """The numbers are of rows that several ranks share out, and cut in several ways."""
     places = every_loss(found)
     whole = places.pop("engine-1")
-    assert whole["terms"][0].keys() == POLICY_LOSSES.keys()
+    assert whole["terms"][0].keys() == POLICY_LOSSES.keys() | DIVERGENCES.keys()
     for place in places.values():
         close(place["loss"], whole["loss"])
         close(place["norm"], whole["norm"])
@@ -489,9 +497,10 @@ def test_peers_have_the_same_rows_and_one_answers(
     whole = found[1][0]["engine"]["check_outputs"]["qwen3"]
     for rank in found[world]:
         outputs = rank["sequence"]["outputs"]
-        for name in ("log_probs", "entropy", "squared_probs"):
+        for name in ("log_probs", "entropy", "squared_probs", "top_log_probs"):
             np.testing.assert_allclose(outputs[name], whole[name], atol=EXACT)
-        np.testing.assert_array_equal(outputs["greedy"], whole["greedy"])
+        for name in ("greedy", "top_tokens"):
+            np.testing.assert_array_equal(outputs[name], whole[name])
     pairs = world // 2
     places = [
         (pair, pairs, returns_results)

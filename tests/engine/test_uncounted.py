@@ -26,6 +26,7 @@ COLUMNS = (
     "advantages",
     "old_values",
     "returns",
+    "teacher_log_probs",
 )
 SIZES = TinyModelConfig(
     hidden_size=16,

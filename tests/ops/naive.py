@@ -15,7 +15,7 @@ def naive(
     weight: Tensor,
     bias: Tensor | None,
     targets: Tensor,
-    temperature: float | Tensor,
+    temperature: float,
 ) -> tuple[Tensor, Tensor]:
     """Compute log-probs and entropy in float64, all at once."""
     log_p = naive_log_p(hidden, weight, bias, temperature)
@@ -26,17 +26,13 @@ def naive_log_p(
     hidden: Tensor,
     weight: Tensor,
     bias: Tensor | None,
-    temperature: float | Tensor,
+    temperature: float,
 ) -> Tensor:
     """Log-probs of the whole vocabulary in float64."""
     logits = hidden.double() @ weight.double().T + (
         0 if bias is None else bias.double()
     )
-    return torch.log_softmax(
-        logits
-        / (temperature if isinstance(temperature, float) else temperature[:, None]),
-        -1,
-    )
+    return torch.log_softmax(logits / temperature, -1)
 
 
 class Watch(TorchDispatchMode):

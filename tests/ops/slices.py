@@ -20,6 +20,7 @@ from torch import Tensor
 from tests.ops.naive import Watch
 from verl_ray.ops import log_probs as module
 from verl_ray.ops.log_probs import HeadOutputs, head_log_probs
+from verl_ray.ops.outputs import RequestedOutputs, TopTokens
 from verl_ray.ops.vocab_parallel import VocabularySlice
 
 DEADLINE_S = 120
@@ -43,10 +44,11 @@ class Case:
     numbers: Literal["normal", "far apart", "far from zero"] = "normal"
     dtype: torch.dtype = torch.float32
     autocast: bool = False
-    temperature: float | Literal["per token"] = 1.0
+    temperature: float = 1.0
     chunk: int | None = None
     kept: bool = True
     entropy: bool = True
+    beside: int = 0  # candidates beside the target, and most probable tokens
 
     def bounds(self, size: int) -> list[tuple[int, int]]:
         """Return the first row and the end of each rank's slice."""
@@ -65,10 +67,11 @@ def _drawn(seed: int) -> Case:
             tuple(sorted(draw.sample(range(1, vocabulary), size - 1))) for size in SIZES
         ),
         backwards=draw.random() < 0.5,
-        temperature=draw.choice([1.0, 0.6, "per token"]),
+        temperature=draw.choice([1.0, 0.6]),
         chunk=draw.choice([None, draw.randint(1, tokens)]),
         kept=draw.random() < 0.5,
         entropy=draw.random() < 0.5,
+        beside=2,
     )
 
 
@@ -79,10 +82,11 @@ GRID = [
         chunk=chunk,
         temperature=temperature,
         entropy=entropy,
+        beside=3 if entropy else 0,
     )
     for kept in (True, False)
     for chunk in (5, None)
-    for temperature in (1.0, 0.7, "per token")
+    for temperature in (1.0, 0.7)
     for entropy in (True, False)
 ]
 # Slices whose share is 0 in float32; logits so large that a float32 logsumexp of them
@@ -120,8 +124,9 @@ class Inputs:
     weight: Tensor
     bias: Tensor
     targets: Tensor
-    temperature: float | Tensor
+    temperature: float
     slopes: Tensor  # [2, T]: the loss per log-prob and per nat of entropy
+    candidates: Tensor  # [T, beside]
 
 
 def inputs(case: Case) -> Inputs:
@@ -144,19 +149,15 @@ def inputs(case: Case) -> Inputs:
     if case.numbers == "far from zero":
         bias = bias + 2**15
     targets = torch.randint(case.vocabulary, (case.tokens,))
-    temperature = (
-        torch.linspace(0.5, 2.0, case.tokens)
-        if case.temperature == "per token"
-        else case.temperature
-    )
     slopes = torch.randn(2, case.tokens)
     return Inputs(
         hidden.to(case.dtype),
         weight.to(case.dtype),
         bias.to(case.dtype),
         targets,
-        temperature,
+        case.temperature,
         slopes,
+        torch.randint(case.vocabulary, (case.tokens, case.beside)),
     )
 
 
@@ -182,12 +183,10 @@ def learn(case: Case, group: dist.ProcessGroup) -> dict[str, Any]:
         Watch() as forward,
         torch.autocast("cpu", torch.bfloat16, enabled=case.autocast),
     ):
-        outputs = head_log_probs(
-            hidden, weight, given.targets, bias=bias, vocabulary=VocabularySlice(group, first),
-            temperature=given.temperature, with_entropy=case.entropy, with_greedy=True, with_squared_probs=True,
-            chunk_tokens=case.chunk,
-        )  # fmt: skip
+        outputs = head_log_probs(hidden, weight, given.targets, bias=bias, vocabulary=VocabularySlice(group, first), candidates=given.candidates if case.beside else None, chunk_tokens=case.chunk, requested=RequestedOutputs(temperature=given.temperature, entropy=case.entropy, greedy=True, squared_probs=True, top=TopTokens(case.beside, case.vocabulary - 1) if case.beside else None))  # fmt: skip
     loss = (outputs.log_probs * given.slopes[0]).sum()
+    if outputs.candidate_log_probs is not None:
+        loss = loss + (outputs.candidate_log_probs * given.slopes[1, :, None]).sum()
     if outputs.entropy is not None:
         loss = loss + (outputs.entropy * given.slopes[1]).sum()
     with Watch() as backward:
@@ -205,11 +204,7 @@ def by_hand(group: dist.ProcessGroup, backwards: bool) -> dict[str, Tensor]:
     case = Case("by hand", vocabulary=5, cuts=((2,), (1, 3)), backwards=backwards)
     first, end = case.bounds(dist.get_world_size(group))[dist.get_rank(group)]
     odds = torch.tensor([2.0, 3, 1, 3, 3])[first:end, None]
-    found = head_log_probs(
-        torch.ones(5, 1), odds.log(), torch.arange(5),
-        vocabulary=VocabularySlice(group, first), with_entropy=True, with_greedy=True,
-        with_squared_probs=True,
-    )  # fmt: skip
+    found = head_log_probs(torch.ones(5, 1), odds.log(), torch.arange(5), vocabulary=VocabularySlice(group, first), requested=RequestedOutputs(entropy=True, greedy=True, squared_probs=True))  # fmt: skip
     return outputs_of(found)
 
 

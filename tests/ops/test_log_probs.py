@@ -9,10 +9,11 @@ import torch
 from torch import Tensor
 
 from scripts.bench.peaks import peak_bytes
-from tests.ops.naive import Watch, naive
+from tests.ops.naive import Watch, naive, naive_log_p
 from verl_ray.errors import EngineError
 from verl_ray.ops import log_probs as module
 from verl_ray.ops.log_probs import head_log_probs
+from verl_ray.ops.outputs import RequestedOutputs, TopTokens
 
 T, H, V = 23, 8, 37
 
@@ -44,12 +45,11 @@ def inputs(dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Tensor, 
 def test_numbers_by_hand() -> None:
     logits = torch.tensor([[0.0, 0.0], [3.0, 0.0]]).log1p()  # odds 1 : 1 and 4 : 1
     targets = torch.tensor([0, 1])
-    colder = head_log_probs(logits, torch.eye(2), targets, temperature=0.5)
+    colder = head_log_probs(
+        logits, torch.eye(2), targets, requested=RequestedOutputs(temperature=0.5)
+    )
     assert colder.log_probs.exp().tolist() == pytest.approx([1 / 2, 1 / 17])  # 16 : 1
-    outputs = head_log_probs(
-        logits, torch.eye(2), targets,
-        with_entropy=True, with_greedy=True, with_squared_probs=True,
-    )  # fmt: skip
+    outputs = head_log_probs(logits, torch.eye(2), targets, requested=RequestedOutputs(entropy=True, greedy=True, squared_probs=True))  # fmt: skip
     assert outputs.log_probs.exp().tolist() == pytest.approx([1 / 2, 1 / 5])
     assert outputs.entropy is not None and outputs.greedy is not None
     # 1/4 + 1/4 and 16/25 + 1/25
@@ -65,21 +65,22 @@ def test_numbers_by_hand() -> None:
 
 
 @pytest.mark.parametrize("chunk", [1, 5, 23, 64, None])
-@pytest.mark.parametrize("temperature", [1.0, 0.7, "per token"])
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
 @pytest.mark.parametrize("with_entropy", [False, True])
 def test_head_equals_the_naive_float64_computation(
-    path: str, chunk: int | None, temperature: float | str, with_entropy: bool
+    path: str, chunk: int | None, temperature: float, with_entropy: bool
 ) -> None:
     hidden, weight, bias, targets = inputs()
-    divisor = (
-        torch.linspace(0.5, 2.0, T) if isinstance(temperature, str) else temperature
-    )
     slopes = torch.randn(2, T, generator=torch.Generator().manual_seed(1))
 
-    expected, expected_entropy = naive(hidden, weight, bias, targets, divisor)
+    expected, expected_entropy = naive(hidden, weight, bias, targets, temperature)
     loss = (expected * slopes[0]).sum() + (
         (expected_entropy * slopes[1]).sum() if with_entropy else 0
     )
+    # The target itself is among the candidates, and twice at some places.
+    candidates = torch.stack([targets, torch.arange(T) % V, targets * 0 + 3], dim=1)
+    log_p = naive_log_p(hidden, weight, bias, temperature)
+    loss = loss + (log_p.gather(1, candidates) * slopes[1, :, None]).sum()
     expected_grads = torch.autograd.grad(loss, (hidden, weight, bias))
 
     outputs = head_log_probs(
@@ -87,11 +88,22 @@ def test_head_equals_the_naive_float64_computation(
         weight,
         targets,
         bias=bias,
-        temperature=divisor,
-        with_entropy=with_entropy,
+        candidates=candidates,
         chunk_tokens=chunk,
+        requested=RequestedOutputs(
+            temperature=temperature, entropy=with_entropy, top=TopTokens(4, V - 2)
+        ),
     )
     loss = (outputs.log_probs * slopes[0]).sum()
+    assert outputs.candidate_log_probs is not None and outputs.top_tokens is not None
+    loss = loss + (outputs.candidate_log_probs * slopes[1, :, None]).sum()
+    top = log_p[:, : V - 2].topk(4, dim=1)
+    assert torch.equal(outputs.top_tokens, top.indices)
+    assert outputs.top_log_probs is not None
+    assert not outputs.top_log_probs.requires_grad
+    torch.testing.assert_close(
+        outputs.top_log_probs.double(), top.values, rtol=1e-5, atol=1e-5
+    )
     assert (outputs.entropy is not None) == with_entropy and outputs.greedy is None
     if outputs.entropy is not None:
         assert outputs.entropy.dtype == torch.float32
@@ -127,10 +139,7 @@ def test_logits_equal_the_naive_float64_computation(
     expected, _ = naive(capped, torch.eye(V), None, targets, temperature)
     (expected_grad,) = torch.autograd.grad((expected * slopes).sum(), logits)
     kept = logits.detach().clone()
-    found = head_log_probs(
-        logits, torch.eye(V), targets, temperature=temperature, chunk_tokens=chunk,
-        softcap=softcap,
-    ).log_probs  # fmt: skip
+    found = head_log_probs(logits, torch.eye(V), targets, chunk_tokens=chunk, softcap=softcap, requested=RequestedOutputs(temperature=temperature)).log_probs  # fmt: skip
     (grad,) = torch.autograd.grad((found * slopes).sum(), logits)
     torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(grad, expected_grad, rtol=1e-5, atol=1e-5)
@@ -141,7 +150,9 @@ def test_entropy_alone_has_a_gradient(path: str) -> None:
     hidden, weight, _, targets = inputs()
     _, expected = naive(hidden, weight, None, targets, 1.0)
     (expected_grad,) = torch.autograd.grad(expected.sum(), hidden)
-    entropy = head_log_probs(hidden, weight, targets, with_entropy=True).entropy
+    entropy = head_log_probs(
+        hidden, weight, targets, requested=RequestedOutputs(entropy=True)
+    ).entropy
     assert entropy is not None
     (grad,) = torch.autograd.grad(entropy.sum(), hidden)
     torch.testing.assert_close(grad, expected_grad, rtol=1e-5, atol=1e-5)
@@ -151,7 +162,13 @@ def test_bfloat16_is_softmaxed_in_float32(path: str) -> None:
     hidden, weight, _, targets = inputs(torch.bfloat16)
     logits = (hidden @ weight.T).detach()
     expected, expected_entropy = naive(logits, torch.eye(V), None, targets, 1.0)
-    outputs = head_log_probs(hidden, weight, targets, with_entropy=True, chunk_tokens=5)
+    outputs = head_log_probs(
+        hidden,
+        weight,
+        targets,
+        chunk_tokens=5,
+        requested=RequestedOutputs(entropy=True),
+    )
     assert outputs.entropy is not None
     torch.testing.assert_close(
         outputs.log_probs.double(), expected, rtol=1e-5, atol=1e-5
@@ -186,9 +203,14 @@ def test_weight_gradient_does_not_lose_late_chunks_in_bfloat16(
 def test_autocast_gives_forward_and_backward_the_same_logits(path: str) -> None:
     hidden, weight, _, targets = inputs()
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        found = head_log_probs(hidden, weight, targets, with_entropy=True)
+        found = head_log_probs(
+            hidden, weight, targets, requested=RequestedOutputs(entropy=True)
+        )
     expected = head_log_probs(
-        hidden.bfloat16(), weight.bfloat16(), targets, with_entropy=True
+        hidden.bfloat16(),
+        weight.bfloat16(),
+        targets,
+        requested=RequestedOutputs(entropy=True),
     )
     assert found.entropy is not None and expected.entropy is not None
     assert torch.equal(found.log_probs, expected.log_probs) and torch.equal(
@@ -222,8 +244,7 @@ def test_no_tokens(path: str) -> None:
         torch.empty(0, H),
         weight,
         torch.empty(0, dtype=torch.int64),
-        with_entropy=True,
-        with_greedy=True,
+        requested=RequestedOutputs(entropy=True, greedy=True),
     )
     outputs.log_probs.sum().backward()
     assert (
@@ -247,11 +268,7 @@ def test_no_float32_copy_of_all_logits_exists(monkeypatch: pytest.MonkeyPatch) -
     for kept in (0, 2**40):
         monkeypatch.setattr(module, "KEPT_LOGITS", kept)
         with Watch() as seen:
-            outputs = head_log_probs(
-                hidden.requires_grad_(), weight.requires_grad_(), targets,
-                temperature=0.5, with_entropy=True, with_greedy=True,
-                with_squared_probs=True, chunk_tokens=6,
-            )  # fmt: skip
+            outputs = head_log_probs(hidden.requires_grad_(), weight.requires_grad_(), targets, chunk_tokens=6, requested=RequestedOutputs(temperature=0.5, entropy=True, greedy=True, squared_probs=True))  # fmt: skip
             assert outputs.entropy is not None
             (outputs.log_probs.sum() + outputs.entropy.sum()).backward()
         assert seen.numel_float32 == 6 * 50
@@ -275,9 +292,8 @@ def test_a_chunk_is_released_before_the_next_one(
             hidden,
             weight,
             targets,
-            temperature=0.8,
-            with_entropy=True,
             chunk_tokens=128,
+            requested=RequestedOutputs(temperature=0.8, entropy=True),
         )
         assert outputs.entropy is not None
         loss = outputs.log_probs.sum() + outputs.entropy.sum()
@@ -285,10 +301,7 @@ def test_a_chunk_is_released_before_the_next_one(
 
     def forward() -> None:
         with torch.no_grad():
-            head_log_probs(
-                hidden, weight, targets, temperature=0.8, with_entropy=True,
-                with_greedy=True, with_squared_probs=True, chunk_tokens=128,
-            )  # fmt: skip
+            head_log_probs(hidden, weight, targets, chunk_tokens=128, requested=RequestedOutputs(temperature=0.8, entropy=True, greedy=True, squared_probs=True))  # fmt: skip
 
     chunk = 4 * 128 * 1000
     assert 2 * chunk <= peak_bytes(forward) <= 2 * chunk + beside
@@ -298,10 +311,7 @@ def test_a_chunk_is_released_before_the_next_one(
 def test_nothing_makes_the_host_wait_for_the_device(path: str) -> None:
     """On the meta device any `.item()` or branch on a value raises."""
     hidden, weight, bias, targets = (tensor.detach().to("meta") for tensor in inputs())
-    outputs = head_log_probs(
-        hidden.requires_grad_(), weight, targets, bias=bias, temperature=torch.ones(T, device="meta"),
-        with_entropy=True, with_greedy=True, with_squared_probs=True,
-    )  # fmt: skip
+    outputs = head_log_probs(hidden.requires_grad_(), weight, targets, bias=bias, requested=RequestedOutputs(temperature=0.5, entropy=True, greedy=True, squared_probs=True))  # fmt: skip
     assert outputs.entropy is not None
     (outputs.log_probs.sum() + outputs.entropy.sum()).backward()
 
@@ -315,4 +325,9 @@ def test_misuse_is_named() -> None:
         head_log_probs(hidden, weight, targets[1:])
     for temperature in (0.0, -1.0, float("nan")):
         with pytest.raises(EngineError, match=r"must be > 0 \(rollout.temperature\)"):
-            head_log_probs(hidden, weight, targets, temperature=temperature)
+            head_log_probs(
+                hidden,
+                weight,
+                targets,
+                requested=RequestedOutputs(temperature=temperature),
+            )

@@ -21,6 +21,7 @@ from tests.ops.slices import Case
 from tests.rank_processes import run_ranks
 from verl_ray.errors import EngineError
 from verl_ray.ops.log_probs import head_log_probs
+from verl_ray.ops.outputs import RequestedOutputs
 from verl_ray.ops.vocab_parallel import VocabularySlice
 
 pytestmark = pytest.mark.ranks
@@ -88,7 +89,11 @@ def test_slices_together_equal_the_naive_float64_computation(
     loss = (log_probs * given.slopes[0]).sum() + (
         (entropy * given.slopes[1]).sum() if case.entropy else 0
     )
+    candidate_log_probs = log_p.gather(1, given.candidates)
+    loss = loss + (candidate_log_probs * given.slopes[1, :, None]).sum()
     loss.backward()
+    # The last token of the vocabulary was left out.
+    top = log_p.detach()[:, :-1].topk(case.beside, dim=1)
     for rank in found[size]:
         outputs = rank[case.name]["outputs"]
         assert (
@@ -99,6 +104,10 @@ def test_slices_together_equal_the_naive_float64_computation(
         close(outputs["squared_probs"], squared_probs.detach())
         if case.entropy:
             close(outputs["entropy"], entropy.detach())
+        if case.beside:
+            close(outputs["candidate_log_probs"], candidate_log_probs.detach())
+            close(outputs["top_log_probs"], top.values)
+            assert torch.equal(outputs["top_tokens"], top.indices)
     for name, gradient in whole_gradients(case, found[size]).items():
         expected = learning[name].grad
         assert expected is not None and expected.any()
@@ -242,8 +251,7 @@ def test_one_slice_is_the_whole_head_bit_by_bit(alone: dist.ProcessGroup) -> Non
             weight,
             given.targets,
             vocabulary=vocabulary,
-            with_entropy=True,
-            with_greedy=True,
+            requested=RequestedOutputs(entropy=True, greedy=True),
         )
         assert outputs.entropy is not None
         (outputs.log_probs.sum() + outputs.entropy.sum()).backward()

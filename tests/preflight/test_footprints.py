@@ -162,6 +162,15 @@ def test_buffers_of_what_is_gathered() -> None:
     )  # what autocast keeps
 
 
+def test_candidates_that_are_learned_from() -> None:
+    """With 48 bytes each, of so many that they are more than a layer."""
+    few, more = (
+        of_actor(work=Workload(1000, 500, 1, candidates=count)).update["activations"]
+        for count in (10_000, 20_000)
+    )
+    assert more - few == 48 * 10_000 * 500
+
+
 def test_weights_that_are_cast_for_a_computation() -> None:
     narrow = ("backend.dtype=bfloat16", "actor.lora.rank=2")
     adapted = of_actor(*narrow)

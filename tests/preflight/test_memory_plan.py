@@ -407,3 +407,27 @@ def test_the_table_names_the_fullest_phase(capsys: pytest.CaptureFixture[str]) -
         line.split() for line in out.splitlines() if line.split()[:1] == ["reference"]
     ]
     assert row[1:5] == ["3.01", "-", "-", "-"] and row[-1] == row[-2] == "3.01"
+
+
+def working(found: MemoryPlan, role: str, phase: Phase) -> int:
+    return sum(found.by_role[role][phase].working.values())
+
+
+def test_candidates_of_a_teacher_are_counted_where_they_are() -> None:
+    """Of 8 more in each place of 256 responses of 8 tokens, 20 bytes each."""
+
+    def taught(top_k: int, longest: int = 9) -> MemoryPlan:
+        prompts = Path(__file__).parents[1] / "config/rules/teacher_prompt_file.py"
+        section = (
+            f"divergence: jsd, weight: 1, top_k: {top_k}, beta: null, teacher: null,"
+            f" teacher_prompt: '{prompts}:hint', max_prompt_tokens: {longest}"
+        )
+        return made("algorithm=distill", f"distill={{{section}}}")
+
+    few, more = taught(4), taught(12)
+    grown = working(more, "reference", "measure") - working(few, "reference", "measure")
+    assert grown == pytest.approx(8 * 20 * 256 * 8, rel=0.01)
+    assert working(more, "actor", "measure") == working(few, "actor", "measure")
+    # The actor learns from its own rows, however long those of the teacher are.
+    longer = working(taught(4, 100), "actor", "learn")
+    assert longer >= working(few, "actor", "learn")

@@ -202,7 +202,9 @@ def test_a_critic_reads_the_actors_tokens(
         messages = problems_by_key(preflight(ppo(actor, data, f"{key}={other}"), BIG))
         assert (
             list(messages) == [key]
-            and "its tokenizer numbers them otherwise" in messages[key]
+            and "numbers 2 of them otherwise: 0 is 'a', and here 'b'; 1 is 'b', and here"
+            " 'a'"
+            in messages[key]
         )
     assert list(
         problems_by_key(preflight(ppo(wider, data, f"critic.model.path={actor}"), BIG))

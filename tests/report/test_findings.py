@@ -48,6 +48,7 @@ HEALTHY = (
     "agent_grpo_longer",
     "agent_ppo",
     "cispo_asynchronous",
+    "distill",
     "grpo",
     "gspo",
     "ppo",
@@ -79,6 +80,8 @@ FAULTY: dict[str, set[str]] = {
     "diverging": {"loss_rises"},
     # Episodes of several turns, with agent.max_turns=1.
     "limited_turns": {"same_scores", "episode_limits", "responses_cut"},
+    # Distillation from a model of 94% with actor.optimizer.lr=1e-2 in place of 3e-4.
+    "teacher_left": {"teacher_left", "same_scores", "reward_collapse"},
     # SFT for 60 epochs of 64 sums.
     "overfitting": {"overfitting"},
     # The model of agent_quickstart without its warm start.
@@ -332,6 +335,12 @@ CASES: dict[str, Case] = {
         run_of(actor__reward_kl_penalty=ten_and_ten(0.1, 1.01)),
         RL,
         (11, 18, 1.01, 1.0, "algorithm.kl.coefficient"),
+    ),
+    "teacher_left": (
+        run_of(distill__kl=ten_and_ten(1.0, 1.49)),
+        run_of(distill__kl=ten_and_ten(1.0, 1.51)),
+        RL,
+        (11, 18, 1.51, 1.5, "actor.optimizer.lr"),
     ),
     "large_updates": (
         run_of(actor__ppo_kl=ten_and_ten(0.01, 0.09)),

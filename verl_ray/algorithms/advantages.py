@@ -167,6 +167,16 @@ REINFORCE_PLUS_PLUS = NoBaseline(
 )
 
 
+def no_advantages(rewards: Float32, offsets: Int64) -> Float32:
+    """Return 0 for each token: rewards teach nothing, and a teacher does."""
+    return np.zeros_like(rewards)
+
+
+NONE = NoBaseline(
+    name="none", paper="none: a teacher's divergence alone", function=no_advantages
+)
+
+
 # -------------------------------------------------------------------------- all of them
 
 
@@ -197,7 +207,7 @@ def own_baseline(spec: str, settings: Mapping[Setting, object]) -> GroupBaseline
 
 
 _DECLARED: dict[str, Advantage] = by_name(
-    GAE, LENGTH_ADAPTIVE_GAE, *GROUP_BASELINES, REINFORCE_PLUS_PLUS, RAE
+    GAE, LENGTH_ADAPTIVE_GAE, *GROUP_BASELINES, REINFORCE_PLUS_PLUS, RAE, NONE
 )
 
 ADVANTAGES: Choices[Advantage] = Choices(_DECLARED, own_baseline)

@@ -158,10 +158,11 @@ class PolicyLoss(Declaration):
     has_ratio: bool = True
     """Whether a ratio to the old policy corrects for several updates on the same rows.
 
-    True: log ratios beyond the bound are counted in actor/log_ratio_clipfrac. In the
-    two-policy form the ratio is the weight. So the correction only leaves tokens out
-    (`_policy_loss`), may have no kind (`kind_matches_the_form`), is refused if it
-    weighs (`weights_are_not_applied_twice`), and has no mean to divide by
+    True: log ratios beyond the bound are counted in actor/log_ratio_clipfrac
+    (`_uncorrected_loss`). In the two-policy form the ratio is the weight. So the
+    correction only leaves tokens out (`_policy_loss`), may have no kind
+    (`kind_matches_the_form`), is refused if it weighs
+    (`weights_are_not_applied_twice`), and has no mean to divide by
     (`normalised_weights_are_known`). `check` prints what the ratio is one of
     (`_parts`).
 

@@ -67,6 +67,7 @@ Float64 = npt.NDArray[np.float64]
 Bool = npt.NDArray[np.bool_]
 Int8 = npt.NDArray[np.int8]
 Int16 = npt.NDArray[np.int16]
+Int32 = npt.NDArray[np.int32]
 
 Statistics = npt.NDArray[np.float64]
 """[rows, 4]: sum, sum of squares, maximum and minimum over a row's response tokens."""
@@ -129,6 +130,9 @@ class Rows(Batch):
     # response token on, which no sampled token depends on. Absent where they are not
     # recorded.
     routed_experts: Int16 | None = token(np.int16, ANY, ANY, optional=True)
+    # [tokens, candidates]: further tokens in the place of each, whose log-probs a loss
+    # asks for. Absent without such a loss.
+    candidates: Int32 | None = token(np.int32, ANY, optional=True)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -354,6 +358,10 @@ class LogProbs(Batch):
     entropy: Float32 | None = token(np.float32, optional=True)
     # Sum over the vocabulary of the squared probabilities of that distribution.
     squared_probs: Float32 | None = token(np.float32, optional=True)
+    # [tokens, count]: the most probable tokens in the place of each, and their
+    # log-probabilities; absent if they were not asked for.
+    top_tokens: Int32 | None = token(np.int32, ANY, optional=True)
+    top_log_probs: Float32 | None = token(np.float32, ANY, optional=True)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -447,6 +455,8 @@ class TrainingBatch(Rows):
     old_log_probs: Float32 | None = token(np.float32, optional=True)
     # Log-probabilities of the reference.
     ref_log_probs: Float32 | None = token(np.float32, optional=True)
+    # Log-probabilities of the candidates, by the teacher.
+    teacher_log_probs: Float32 | None = token(np.float32, ANY, optional=True)
     # Log-probability of the whole response, by the reference.
     ref_log_prob: Float64 | None = row(np.float64, optional=True)
     advantages: Float32 | None = token(np.float32, optional=True)

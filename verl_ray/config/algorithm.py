@@ -75,15 +75,21 @@ def own_function_of(
     return read
 
 
-def _own_shaping(value: str) -> str:
-    spec = own_function_of(OWN_SHAPINGS)(value)
-    if spec is None:
-        context = {
-            "rule": f"{value} names no function",
-            "fix": "Expected path/to/file.py:function, or null.",
-        }
-        raise PydanticCustomError(UNKNOWN_PART, "{rule}", context)
-    return spec
+def own_function_alone(choices: Mapping[str, object]) -> AfterValidator:
+    """Return what reads a function of the user's where there is no other choice."""
+    read = own_function_of(choices)
+
+    def require(value: str) -> str:
+        spec = read(value)
+        if spec is None:
+            context = {
+                "rule": f"{value} names no function",
+                "fix": "Expected path/to/file.py:function, or null.",
+            }
+            raise PydanticCustomError(UNKNOWN_PART, "{rule}", context)
+        return spec
+
+    return AfterValidator(require)
 
 
 FUNCTION_AS_TEXT = BeforeValidator(function_text), PlainSerializer(function_setting)
@@ -95,7 +101,7 @@ AdvantageName = Annotated[
 PolicyLossName = Annotated[
     str, OneOf(POLICY_LOSSES, own_function_of(POLICY_LOSSES)), *FUNCTION_AS_TEXT
 ]
-OwnShapingName = Annotated[str, AfterValidator(_own_shaping), *FUNCTION_AS_TEXT]
+OwnShapingName = Annotated[str, own_function_alone(OWN_SHAPINGS), *FUNCTION_AS_TEXT]
 AggregationName = Annotated[str, OneOf(AGGREGATIONS)]
 KLEstimator = Annotated[str, OneOf(KL_ESTIMATORS)]
 CorrectionKind = Annotated[str, OneOf(CORRECTIONS)]

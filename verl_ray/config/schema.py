@@ -192,6 +192,11 @@ class Config(Section):
         """Length of the longest possible row in tokens, and the keys that set it."""
 
     @property
+    def longest_own_row(self) -> int:
+        """Length of the longest row that a model learns from, in tokens."""
+        return self.longest_row[0]
+
+    @property
     def length_key(self) -> str:
         """The key to lower where rows are too long."""
         return self.longest_row[1]

@@ -72,7 +72,7 @@ class PromptSource(RowSource[PromptRecord, Prompts]):
             DataError: the records, the chat template or the lengths do not fit, or no
                 prompt remains.
         """
-        self._tokenizer = tokenizer
+        self.tokenizer = tokenizer
         self._config = config
         self._environments = environments
         super().__init__(
@@ -114,11 +114,12 @@ class PromptSource(RowSource[PromptRecord, Prompts]):
 
         config = self._config
         chat = resolved(config.apply_chat_template)
-        spelled = SpelledTokens(self._tokenizer, config.special_tokens)
+        spelled = SpelledTokens(self.tokenizer, config.special_tokens)
         record_arguments = [record.template_arguments for record in records]
-        tokens = _tokenize(
-            records,
-            self._tokenizer,
+        tokens = tokens_of_prompts(
+            [record.prompt for record in records],
+            [record.where for record in records],
+            self.tokenizer,
             spelled,
             template_arguments(config, record_arguments) if chat else None,
         )
@@ -241,8 +242,9 @@ def fitting_rows(
     return rows
 
 
-def _tokenize(
-    records: Sequence[PromptRecord],
+def tokens_of_prompts(
+    prompts: Sequence[str | list[Message]],
+    places: Sequence[str],
     tokenizer: PreTrainedTokenizerBase,
     spelled: SpelledTokens,
     arguments: Sequence[TemplateArguments] | None,
@@ -250,22 +252,24 @@ def _tokenize(
     """Return the tokens of prompts, int32.
 
     Args:
+        places: The name of each, for errors.
         arguments: What the chat template gets with each record; None if none is
             applied.
     """
 
     def where(index: int) -> str:
-        return records[index].where
+        return places[index]
 
     prompts = [
-        spelled.guard(record.prompt, f"{record.where}, prompt") for record in records
+        spelled.guard(prompt, f"{place}, prompt")
+        for prompt, place in zip(prompts, places, strict=True)
     ]
     if arguments is not None:
         require_chat_template(tokenizer)
         conversations = [as_messages(prompt) for prompt in prompts]
         guarded = [
-            guarded_arguments(own, record.where, spelled)
-            for own, record in zip(arguments, records, strict=True)
+            guarded_arguments(own, place, spelled)
+            for own, place in zip(arguments, places, strict=True)
         ]
         texts = render(
             tokenizer,
@@ -278,8 +282,7 @@ def _tokenize(
         return spelled.encode(texts, special=False, where=where)
 
     texts = [
-        plain_text(prompt, record.where)
-        for prompt, record in zip(prompts, records, strict=True)
+        plain_text(prompt, place) for prompt, place in zip(prompts, places, strict=True)
     ]
     return spelled.encode(texts, special=True, where=where)
 

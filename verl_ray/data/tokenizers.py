@@ -70,6 +70,9 @@ VOCABULARY_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.tx
 _SHOWN_REASON = 200  # characters of a library's error that an error shows
 _LISTED = 8  # files of a directory that an error lists
 
+_NUM_COMPARED = 512
+"""Tokens, spread over a vocabulary, that are compared with those of another."""
+
 
 def load_tokenizer(
     path: str | Path, chat_template: str | None = None
@@ -593,3 +596,14 @@ def guarded_arguments(
             parts: list[Any] = [value]
             (guarded[name],) = spelled.guard(parts, place)
     return guarded
+
+
+def tokens_to_compare(tokenizer: PreTrainedTokenizerBase) -> tuple[str, list[int]]:
+    """Return a text of many tokens, and the tokens that it is read as.
+
+    A tokenizer with another vocabulary reads others.
+    """
+    step = max(1, len(tokenizer) // _NUM_COMPARED)
+    spread = [*range(0, len(tokenizer), step)]
+    text = str(tokenizer.decode(spread, skip_special_tokens=True))
+    return text, list(tokenizer.encode(text, add_special_tokens=False))

@@ -20,6 +20,7 @@ import numpy as np
 
 from verl_ray.algorithms.losses import TokenLoss
 from verl_ray.backends import Backend
+from verl_ray.columns.batch import Int64
 from verl_ray.columns.packing import Float64, Topology
 from verl_ray.columns.stages import Bool, Float32, Rows, TrainingBatch
 from verl_ray.config.roles import LoraConfig, OptimizerConfig
@@ -96,6 +97,12 @@ class ForwardResult:
     greedy: Bool | None = None
     squared_probs: Float32 | None = None
     values: Float32 | None = None
+
+    top_tokens: Int64 | None = None
+    """[tokens, count]: the most probable tokens in the place of each."""
+
+    top_log_probs: Float32 | None = None
+    """[tokens, count]: the log-probabilities of these."""
 
     scores: Float32 | None = None
     """[rows]: the value head's output after the last token of each row."""

@@ -35,14 +35,14 @@ def join_column(
         size: The length of the column.
 
     Returns:
-        The column [size], or None if the output was not requested.
+        The column, [size] or [size, width], or None if the output was not requested.
     """
     parts = [getattr(result, name) for result in results]
     if parts[0] is None:
         return None
 
     values = torch.cat(parts).cpu().numpy()
-    column = np.zeros(size, dtype=values.dtype)
+    column = np.zeros((size, *values.shape[1:]), dtype=values.dtype)
     column[np.concatenate(positions)] = values
     return column
 
@@ -50,17 +50,21 @@ def join_column(
 def zero_result(rows: Rows, outputs: RequestedOutputs) -> ForwardResult:
     """Return zeros for every requested output, on a rank that computes none."""
 
-    def zeros(requested: bool, size: int, dtype: Any) -> Any:
+    def zeros(requested: bool, size: int | tuple[int, int], dtype: Any) -> Any:
         if not requested:
             return None
         return np.zeros(size, dtype)
 
     tokens = rows.num_tokens
+    has_top = outputs.top is not None
+    top = tokens, 0 if outputs.top is None else outputs.top.count
     return ForwardResult(
         log_probs=zeros(outputs.log_probs, tokens, np.float32),
         entropy=zeros(outputs.entropy, tokens, np.float32),
         greedy=zeros(outputs.greedy, tokens, np.bool_),
         squared_probs=zeros(outputs.squared_probs, tokens, np.float32),
         values=zeros(outputs.values, tokens, np.float32),
+        top_tokens=zeros(has_top, top, np.int64),
+        top_log_probs=zeros(has_top, top, np.float32),
         scores=zeros(outputs.scores, rows.num_rows, np.float32),
     )

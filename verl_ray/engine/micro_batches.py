@@ -243,12 +243,13 @@ def pack_rows(rows: Rows, indices: Int64, *, replays_routing: bool = False) -> P
         offsets=chosen.offsets,
         experts=experts,
         is_routed=is_routed,
+        candidates=None if chosen.candidates is None else chosen.candidates[selected],
     )
     return Packing(tokens, selected + shift[row_of_selected], row_of_selected)
 
 
-def pack_no_rows() -> Packing:
-    """Return one token that is not selected.
+def pack_no_rows(rows: Rows) -> Packing:
+    """Return one token that is not selected, with the columns of `rows`.
 
     A rank without rows passes it through the model where the other ranks need its part
     in their collectives.
@@ -262,6 +263,7 @@ def pack_no_rows() -> Packing:
         targets=nothing,
         last_tokens=nothing,
         offsets=offsets_of([1]),
+        candidates=None if rows.candidates is None else rows.candidates[:0],
     )
     return Packing(tokens, selected=nothing, row_of_token=nothing)
 

@@ -208,6 +208,8 @@ class PackedEngine(Engine):
             greedy=token_column("greedy"),
             squared_probs=token_column("squared_probs"),
             values=token_column("values"),
+            top_tokens=token_column("top_tokens"),
+            top_log_probs=token_column("top_log_probs"),
             scores=join_column(results, "scores", plan, rows.num_rows),
         )
 
@@ -373,7 +375,7 @@ class PackedEngine(Engine):
         )
 
     def _make_micro_batch(self, rows: Rows, indices: Int64) -> MicroBatch:
-        packing = pack_no_rows()
+        packing = pack_no_rows(rows)
         if len(indices):
             replays = self.spec.replays_routing
             packing = pack_rows(rows, indices, replays_routing=replays)
@@ -411,6 +413,7 @@ class PackedEngine(Engine):
             predecessors=self._tensor(own.predecessors),
             targets=self._tensor(own.targets),
             last_tokens=self._tensor(own.last_tokens),
+            candidates=None if own.candidates is None else self._tensor(own.candidates),
             recorded_routing=recorded,
         )
 

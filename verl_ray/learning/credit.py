@@ -377,8 +377,11 @@ def _divergence_or_zeros(
     reference: LogProbs | None,
 ) -> Float32:
     """Return the divergence at these tokens; 0 where nobody needs it."""
-    is_penalty = algorithm.kl.place == "reward"
-    if reference is None or (policy is None and not is_penalty):
+    place = algorithm.kl.place
+    # A teacher's divergence is no part of the credit.
+    if reference is None or place == "none":
+        return np.zeros(len(places), np.float32)
+    if policy is None and place != "reward":
         return np.zeros(len(places), np.float32)
     return _token_divergence(algorithm, places, rollouts, policy, reference)
 

@@ -23,7 +23,14 @@ Level = Literal["token", "unit"]
 """What an objective has one loss for: a response token, or a unit of rows, which
 `TrainingBatch.unit` names; without that each row is one."""
 
-_OUTPUTS = ("log_probs", "entropy", "greedy", "values", "scores")
+_OUTPUTS = (
+    "log_probs",
+    "entropy",
+    "greedy",
+    "values",
+    "scores",
+    "candidate_log_probs",
+)
 """The outputs of a model that losses read."""
 
 _ROW_COLUMNS = ("margin", "ref_log_prob", "scores")
@@ -47,6 +54,8 @@ class LossInputs:
         is_fresh: 1 where the token is of the policy version that learns, else 0.
         old_log_probs: Log-probs of the policy before the step.
         ref_log_probs: Log-probs of the reference.
+        teacher_log_probs: [selected, candidates], log-probs of the candidates by the
+            teacher.
         advantages: Advantages.
         old_values: Values of the critic before the step.
         returns: Targets of the critic.
@@ -64,6 +73,7 @@ class LossInputs:
     is_fresh: Tensor | None = None
     old_log_probs: Tensor | None = None
     ref_log_probs: Tensor | None = None
+    teacher_log_probs: Tensor | None = None
     advantages: Tensor | None = None
     old_values: Tensor | None = None
     returns: Tensor | None = None
@@ -118,6 +128,7 @@ def _cleared(
         tensor = getattr(values, name)
         if tensor is not None:
             mask = uncounted if name in _ROW_COLUMNS else at_tokens
+            mask = mask.view(-1, *[1] * (tensor.dim() - 1))
             # The gradient is exactly 0 at the filled places.
             cleared[name] = tensor.masked_fill(mask, 0)
     return cleared

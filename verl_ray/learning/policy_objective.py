@@ -8,12 +8,13 @@ gradient.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 
 from verl_ray.algorithms.catalogue import KL_ESTIMATORS
+from verl_ray.algorithms.distillation import with_tail
 from verl_ray.algorithms.losses import (
     MAX_LOG_RATIO,
     PolicyTokens,
@@ -29,6 +30,7 @@ from verl_ray.algorithms.token_selection import (
 )
 from verl_ray.columns.stages import Bool, Credit, Float32, LogProbs, Rollouts
 from verl_ray.config.algorithm import AlgorithmConfig
+from verl_ray.config.distill import DistillConfig
 from verl_ray.errors import DataError
 from verl_ray.learning.coefficients import ENTROPY_PER_TOKEN
 from verl_ray.learning.correction_weights import (
@@ -42,6 +44,9 @@ from verl_ray.ops.kl import with_gradient_of_k2
 from verl_ray.ops.order_statistics import Total
 from verl_ray.ops.outputs import RequestedOutputs, TokenOutputs
 from verl_ray.ops.rows import row_lengths, row_sums
+
+TEACHER_KL = "distill/kl"
+"""Metric: log p_S - log p_T of sampled tokens. The mean is the divergence per token."""
 
 # The driver makes objectives and sends them, and does without torch.
 if TYPE_CHECKING:
@@ -81,6 +86,7 @@ class PolicyObjective:
             configuration.
         mean_weight: What the weights of the correction are divided by: with
             algorithm.correction.normalise, their mean over the mini-batch.
+        distill: What the policy learns from the reference, its teacher; None = nothing.
     """
 
     algorithm: AlgorithmConfig
@@ -89,6 +95,7 @@ class PolicyObjective:
     corrects: bool = True
     entropy_coefficient: float | None = None
     mean_weight: float = 1.0
+    distill: DistillConfig | None = None
 
     level: ClassVar[Level] = "token"
 
@@ -124,6 +131,12 @@ class PolicyObjective:
             likelihood = -inputs.nll_weight * _masked(log_probs, mask)
             loss = loss + likelihood
             terms["actor/positive_nll"] = likelihood.detach()
+
+        if self.distill is not None and self.distill.num_top:
+            divergence = self._teacher_divergence(self.distill, outputs, inputs)
+            divergence = _masked(divergence, mask)
+            loss = loss + self.distill.weight * divergence
+            terms["actor/distill_loss"] = divergence.detach()
 
         metrics = policy_loss.metrics | {ENTROPY_PER_TOKEN: entropy.detach()}
         if self.algorithm.kl.place == "loss":
@@ -163,26 +176,14 @@ class PolicyObjective:
         # In the two-policy form the sampler's policy takes the place of the old one.
         old = self._old_policy(old, inputs)
 
-        choice = POLICY_LOSSES[self.algorithm.policy_loss]
-        advantages = required(inputs.advantages, "advantages")
-        uncorrected: TokenLoss = choice.function(
-            PolicyTokens(log_probs, old, advantages, inputs.row, inputs.selected),
-            **choice.settings(self.algorithm),
-        )
-        loss = uncorrected.loss
-        metrics = uncorrected.metrics | means
-        if choice.has_ratio:
-            is_held = (log_probs.detach() - old).abs() > MAX_LOG_RATIO
-            metrics["actor/log_ratio_clipfrac"] = is_held.float()
-        is_passed_over = self._passed_over(log_probs.detach(), inputs)
-        if is_passed_over is not None:
-            loss = loss.masked_fill(is_passed_over, 0.0)
-            metrics["actor/passed_over"] = is_passed_over.float()
+        uncorrected = self._uncorrected_loss(log_probs, old, inputs)
+        loss, metrics = uncorrected.loss, uncorrected.metrics | means
         if weights is None:
             return TokenLoss(loss, metrics, maxima), None
 
         # A two-policy loss with a ratio weights the tokens by itself.
-        if form == "three_policy" or not choice.has_ratio:
+        has_ratio = POLICY_LOSSES[self.algorithm.policy_loss].has_ratio
+        if form == "three_policy" or not has_ratio:
             loss = loss * (weights.weight / self.mean_weight)
         if self.normalises:
             batch_weights = weights.weight.new_full(
@@ -195,6 +196,50 @@ class PolicyObjective:
             maxima | weights.maxima,
         )
         return corrected, weights.mask
+
+    def _uncorrected_loss(
+        self, log_probs: Tensor, old: Tensor, inputs: LossInputs
+    ) -> TokenLoss:
+        """Return the loss of each token against the policy of `old`."""
+        advantages = required(inputs.advantages, "advantages")
+        metrics: dict[str, Tensor] = {}
+        if self.distill is not None:
+            # Its mean is the divergence of the policy that sampled from the teacher.
+            gap = old - required(inputs.ref_log_probs, "ref_log_probs")
+            metrics[TEACHER_KL] = gap
+            # Other divergences are a term of the loss.
+            if not self.distill.num_top:
+                advantages = advantages - self.distill.weight * gap
+                inputs = replace(inputs, advantages=advantages)
+
+        choice = POLICY_LOSSES[self.algorithm.policy_loss]
+        uncorrected: TokenLoss = choice.function(
+            PolicyTokens(log_probs, old, advantages, inputs.row, inputs.selected),
+            **choice.settings(self.algorithm),
+        )
+        loss, metrics = uncorrected.loss, uncorrected.metrics | metrics
+        if choice.has_ratio:
+            is_held = (log_probs.detach() - old).abs() > MAX_LOG_RATIO
+            metrics["actor/log_ratio_clipfrac"] = is_held.float()
+
+        is_passed_over = self._passed_over(log_probs.detach(), inputs)
+        if is_passed_over is not None:
+            loss = loss.masked_fill(is_passed_over, 0.0)
+            metrics["actor/passed_over"] = is_passed_over.float()
+        return TokenLoss(loss, metrics)
+
+    def _teacher_divergence(
+        self, distill: DistillConfig, outputs: TokenOutputs, inputs: LossInputs
+    ) -> Tensor:
+        """Return the divergence from the teacher at each token, float32 [selected]."""
+        student = required(outputs.candidate_log_probs, "candidate_log_probs")
+        teacher = required(inputs.teacher_log_probs, "teacher_log_probs")
+        choice = distill.declared
+        assert choice.function is not None, "others compare the sampled token alone"
+        divergence: Tensor = choice.function(
+            *with_tail(student, teacher), **choice.settings(distill)
+        )
+        return divergence
 
     def _passed_over(self, log_probs: Tensor, inputs: LossInputs) -> Tensor | None:
         """Return where a token does not bear the policy loss, bool [T]; None: nowhere.

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -69,7 +69,11 @@ class VocabularyHead(nn.Linear):
         head.shape_of_logits = shape
 
     def forward(  # type: ignore[override]
-        self, hidden: Tensor, targets: Tensor, outputs: RequestedOutputs
+        self,
+        hidden: Tensor,
+        targets: Tensor,
+        outputs: RequestedOutputs,
+        candidates: Tensor | None = None,
     ) -> HeadOutputs:
         """Compute the requested outputs for the selected tokens.
 
@@ -77,24 +81,22 @@ class VocabularyHead(nn.Linear):
             hidden: [selected, hidden], the hidden states before the targets.
             targets: int64 [selected].
             outputs: Which outputs, and the temperature.
+            candidates: int64 [selected, candidates], tokens beside the targets.
         """
         factor, softcap = self.shape_of_logits.factor, self.shape_of_logits.softcap
-        temperature = outputs.temperature
         if softcap is None:
             # A factor of the logits is a temperature.
-            temperature = temperature if factor == 1 else temperature / factor
+            outputs = replace(outputs, temperature=outputs.temperature / factor)
         elif factor != 1:
             hidden = hidden * factor
         return head_log_probs(
             hidden,
             self.weight,
             targets,
-            temperature=temperature,
             bias=self.bias,
             softcap=softcap,
-            with_entropy=outputs.entropy,
-            with_greedy=outputs.greedy,
-            with_squared_probs=outputs.squared_probs,
+            requested=outputs,
+            candidates=candidates,
         )
 
 

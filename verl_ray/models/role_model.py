@@ -79,6 +79,10 @@ class PackedRows:
     recorded_routing: RecordedRouting | None = None
     """What the routers are to choose; None = what they choose themselves."""
 
+    candidates: Tensor | None = None
+    """[selected, candidates]: further tokens in the places of the selected ones, whose
+    log-probs are computed as well; None = none."""
+
     @property
     def borders(self) -> dict[str, Tensor]:
         """The borders of packed rows as layers with states take them; else nothing.
@@ -217,14 +221,8 @@ class RoleModel(nn.Module):
         # Logits are computed for the selected tokens only.
         head = self.hf.get_output_embeddings()
         selected = hidden.index_select(0, rows.predecessors)
-        head_outputs = head(selected, rows.targets, outputs)
-        return TokenOutputs(
-            log_probs=head_outputs.log_probs,
-            entropy=head_outputs.entropy,
-            greedy=head_outputs.greedy,
-            squared_probs=head_outputs.squared_probs,
-            routing=routing,
-        )
+        head_outputs = head(selected, rows.targets, outputs, rows.candidates)
+        return TokenOutputs(**vars(head_outputs), routing=routing)
 
     def _values_at(self, hidden: Tensor, indices: Tensor) -> Tensor:
         """Return the value head's output at some tokens, float32 [indices]."""

@@ -21,7 +21,10 @@ from torch.nn.functional import linear
 from verl_ray.errors import EngineError
 from verl_ray.ops.chunks import CHUNK_LOGITS, KEPT_LOGITS
 from verl_ray.ops.installed_torch import with_tensors_found
+from verl_ray.ops.outputs import RequestedOutputs
 from verl_ray.ops.vocab_parallel import VocabularySlice, VocabularySummary
+
+LOG_PROBS = RequestedOutputs(log_probs=True)
 
 
 @with_tensors_found
@@ -41,27 +44,34 @@ class HeadOutputs:
     squared_probs: Tensor | None
     """float32 [T]: sum over the vocabulary of squared probabilities."""
 
+    top_tokens: Tensor | None = None
+    """int64 [T, K]: the most probable tokens, in descending order."""
+
+    top_log_probs: Tensor | None = None
+    """float32 [T, K]."""
+
+    candidate_log_probs: Tensor | None = None
+    """float32 [T, C], differentiable."""
+
 
 def head_log_probs(
     hidden: Tensor,
     weight: Tensor,
     targets: Tensor,
     *,
-    temperature: float | Tensor = 1.0,
     bias: Tensor | None = None,
     softcap: float | None = None,
     vocabulary: VocabularySlice | None = None,
-    with_entropy: bool = False,
-    with_greedy: bool = False,
-    with_squared_probs: bool = False,
+    requested: RequestedOutputs = LOG_PROBS,
+    candidates: Tensor | None = None,
     chunk_tokens: int | None = None,
 ) -> HeadOutputs:
     """Compute log softmax(logits / temperature)[targets] without holding all logits.
 
     The logits are z = hidden @ weight.T + bias, or softcap * tanh(z / softcap). z is
     computed in the dtype of `hidden` (in that of autocast where it is enabled) and then
-    converted to float32. The log-probs and the entropy are differentiable in hidden,
-    weight and bias.
+    converted to float32. The log-probs, of targets and of candidates, and the entropy
+    are differentiable in hidden, weight and bias.
 
     With `vocabulary`, `weight` and `bias` are this rank's slice of the head. `hidden`
     and `targets` are the same on all ranks of the slice's group, and so are the
@@ -74,22 +84,20 @@ def head_log_probs(
         hidden: [T, H], the hidden states that predict the targets.
         weight: [V, H], the head.
         targets: int64 [T], ids in the whole vocabulary.
-        temperature: A number > 0, or float [T] with one per token.
         bias: [V], the bias of the head.
         softcap: The largest magnitude of a logit, or None.
         vocabulary: The part of the vocabulary that `weight` covers; None for all of it.
-        with_entropy: Also compute the entropy.
-        with_greedy: Also compute whether the targets are the most probable tokens.
-        with_squared_probs: Also compute the sums of squared probabilities.
+        requested: The temperature, and what is computed beside the log-probs.
+        candidates: int64 [T, C], tokens whose log-probs are computed beside those of
+            the targets.
         chunk_tokens: The number of tokens whose logits exist at once; None chooses one
             for the device.
 
     Raises:
         EngineError: The shapes do not fit, or the temperature is not > 0.
     """
-    _check_shapes(hidden, targets, weight)
+    _check_inputs(hidden, targets, weight, requested)
     hidden, weight, bias = _cast(hidden, weight, bias)
-    divisor = _divisor(temperature, targets)
     chunk = chunk_tokens or _chunk_tokens(hidden, len(weight))
 
     head: tuple[Tensor, Tensor | None, Tensor | None] = (hidden, weight, bias)
@@ -97,14 +105,20 @@ def head_log_probs(
         # There are few logits, so they are kept, and autograd differentiates the head.
         head = (linear(hidden, weight, bias), None, None)
 
-    optional = (with_entropy, with_greedy, with_squared_probs)
-    outputs = _LogProbs.apply(  # type: ignore[no-untyped-call]
-        *head, targets, divisor, softcap, chunk, vocabulary, optional
+    columns = (
+        [targets[:, None]] if candidates is None else [targets[:, None], candidates]
     )
+    log_probs, *optional = _LogProbs.apply(  # type: ignore[no-untyped-call]
+        *head, torch.cat(columns, dim=1), requested, softcap, chunk, vocabulary
+    )
+    beside = None if candidates is None else log_probs[:, 1:]
+    outputs = (log_probs[:, 0], *optional, beside)
     return HeadOutputs(*outputs)
 
 
-def _check_shapes(rows: Tensor, targets: Tensor, weight: Tensor) -> None:
+def _check_inputs(
+    rows: Tensor, targets: Tensor, weight: Tensor, requested: RequestedOutputs
+) -> None:
     width = weight.shape[-1]
     if rows.dim() != 2 or rows.shape[1] != width or targets.shape != rows.shape[:1]:
         raise EngineError(
@@ -116,6 +130,16 @@ def _check_shapes(rows: Tensor, targets: Tensor, weight: Tensor) -> None:
         raise EngineError(
             "this rank's slice of the language head has no rows; each rank needs one or"
             " more: use fewer tensor-parallel ranks"
+        )
+    top, temperature = requested.top, requested.temperature
+    if not temperature > 0:
+        raise EngineError(
+            f"logits cannot be divided by temperature {temperature}; it must be > 0"
+            " (rollout.temperature)"
+        )
+    if top is not None and not 0 < top.count <= top.num_tokens:
+        raise EngineError(
+            f"the {top.count} most probable tokens of {top.num_tokens} were asked for"
         )
 
 
@@ -137,26 +161,6 @@ def _cast(
     return hidden.to(dtype), weight.to(dtype), bias
 
 
-def _divisor(temperature: float | Tensor, targets: Tensor) -> Tensor | None:
-    """Return the temperature as a float32 column [T, 1].
-
-    A temperature of 1 gives None, which spares a pass over the logits.
-    """
-    if isinstance(temperature, Tensor):
-        # It is not compared with 0, because the host would wait for the device in every
-        # micro-batch.
-        return temperature.to(torch.float32).reshape(-1, 1)
-
-    if not temperature > 0:
-        raise EngineError(
-            f"logits cannot be divided by temperature {temperature}; it must be > 0"
-            " (rollout.temperature)"
-        )
-    if temperature == 1:
-        return None
-    return torch.full((len(targets), 1), temperature, device=targets.device)
-
-
 def _chunk_tokens(rows: Tensor, vocabulary_size: int) -> int:
     """Return the number of tokens per chunk for the device of `rows`, at least 1."""
     logits = CHUNK_LOGITS.get(rows.device.type, CHUNK_LOGITS["cuda"])
@@ -164,14 +168,17 @@ def _chunk_tokens(rows: Tensor, vocabulary_size: int) -> int:
 
 
 class _LogProbs(torch.autograd.Function):
-    """The map (rows, weight, bias) -> (log_probs, entropy, greedy, squared_probs).
+    """The map (rows, weight, bias) -> (log_probs, what is optional).
 
+    There may be several targets in the place of one token, the columns of log_probs.
     Without a weight, the rows are the logits themselves.
 
     The function keeps its inputs and computes the softmax again in the backward pass.
     With z the scaled logits, p = softmax(z) and H the entropy:
 
         d log p_target / dz = onehot - p        dH / dz = -p (log p + H)
+
+    Gradients of the columns add up: the onehots each, and p times their sum.
 
     In a slice of the vocabulary, p is the softmax over the slice times the slice's
     share of the probability, and the onehot exists only for targets in the slice.
@@ -187,60 +194,56 @@ class _LogProbs(torch.autograd.Function):
         weight: Tensor | None,
         bias: Tensor | None,
         targets: Tensor,
-        divisor: Tensor | None,
+        requested: RequestedOutputs,
         softcap: float | None,
         chunk: int,
         vocabulary: VocabularySlice | None,
-        optional: tuple[bool, bool, bool],
-    ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
-        with_entropy, with_greedy, with_squared_probs = optional
+    ) -> tuple[Tensor | None, ...]:
+        temperature = requested.temperature
         width = rows.shape[1] if weight is None else weight.shape[0]
-        # [T]: the column of each target's logit.
+        # [T, columns]: the place of each target's logit.
         places = targets if vocabulary is None else vocabulary.places(targets, width)
 
-        log_probs = torch.empty(targets.shape, dtype=torch.float32, device=rows.device)
-        entropy = torch.empty_like(log_probs) if with_entropy else None
-        squared = torch.empty_like(log_probs) if with_squared_probs else None
-        best = torch.empty_like(targets) if with_greedy else None
+        first = 0 if vocabulary is None else vocabulary.first
+        summary = VocabularySummary.empty(targets, requested, first)
         if vocabulary is not None:
-            top_logit = torch.empty_like(log_probs)
-            top_log_prob = torch.empty_like(log_probs)
+            top_logit = torch.empty_like(summary.log_probs[:, 0])
+            top_log_prob = torch.empty_like(top_logit)
 
         for start in range(0, len(targets), chunk):
             part = slice(start, start + chunk)
-            z = _scaled_logits(rows[part], weight, bias, divisor, softcap, part)
+            z = _scaled_logits(rows[part], weight, bias, temperature, softcap)
             log_p = torch.log_softmax(z, dim=-1)
-            if best is not None:
-                best[part] = z.argmax(dim=-1)
+            if summary.best is not None:
+                summary.best[part] = z.argmax(dim=-1)
             if vocabulary is not None:
                 top_logit[part] = z.amax(dim=-1)
                 top_log_prob[part] = log_p.amax(dim=-1)
             # It is as large as log_p, and not needed any more.
             del z
 
-            log_probs[part] = log_p.gather(1, places[part, None])[:, 0]
-            _sum_over_vocabulary(log_p, part, entropy, squared)
+            summary.fill(part, log_p, places[part])
             del log_p  # Otherwise it would stay while the next chunk is computed.
 
         inside = None
         log_share = None
-        summary = VocabularySummary(log_probs, entropy, best, squared)
         if vocabulary is not None:
             inside = places + vocabulary.first == targets
-            log_probs.masked_fill_(~inside, -torch.inf)
+            summary.log_probs.masked_fill_(~inside, -torch.inf)
             summary, log_share = vocabulary.combine(summary, top_logit, top_log_prob)
 
-        greedy = None if summary.best is None else summary.best == targets
-        reported = (greedy, summary.squared_probs)
+        greedy = None if summary.best is None else summary.best == targets[:, 0]
+        top = summary.top
+        top_outputs = (None, None) if top is None else (top.tokens, top.log_probs)
+        reported = (greedy, summary.squared_probs, *top_outputs)
         ctx.mark_non_differentiable(*(each for each in reported if each is not None))
         ctx.save_for_backward(
-            rows, weight, bias, places, inside, log_share, divisor, summary.entropy
+            rows, weight, bias, places, inside, log_share, summary.entropy
         )
-        ctx.chunk = chunk
-        ctx.softcap = softcap
+        ctx.temperature, ctx.softcap, ctx.chunk = temperature, softcap, chunk
         # An entropy that is only reported then costs nothing in the backward pass.
         ctx.set_materialize_grads(False)
-        return summary.log_probs, summary.entropy, greedy, summary.squared_probs
+        return summary.log_probs, summary.entropy, *reported
 
     @staticmethod
     @once_differentiable
@@ -250,44 +253,42 @@ class _LogProbs(torch.autograd.Function):
         grad_entropy: Tensor | None,
         *_: Tensor | None,
     ) -> tuple[Tensor | None, ...]:
-        rows, weight, bias, places, inside, log_share, divisor, entropy = (
-            ctx.saved_tensors
-        )
+        rows, weight, bias, places, inside, log_share, entropy = ctx.saved_tensors
         gradients = _HeadGradients.zeros(rows, weight, bias, ctx.needs_input_grad)
         if grad_log_probs is None:
             grad_log_probs = torch.zeros(places.shape, device=rows.device)
 
-        # `grad_targets` reaches the logit of the target alone, and `grad_log_probs` is
-        # spread over all logits.
+        # `grad_targets` reaches the logits of the targets alone. `grad_log_probs` is
+        # spread over all logits, [T, 1].
         grad_targets = grad_log_probs
+        grad_log_probs = grad_log_probs.sum(dim=1, keepdim=True)
         if log_share is not None:
             share = log_share.exp()
-            grad_targets = grad_log_probs * inside
-            grad_log_probs = grad_log_probs * share
+            grad_targets = grad_targets * inside
+            grad_log_probs = grad_log_probs * share[:, None]
             if grad_entropy is not None:
                 grad_entropy = grad_entropy * share
                 entropy = entropy + log_share
 
         for start in range(0, len(places), ctx.chunk):
             part = slice(start, start + ctx.chunk)
-            z = _scaled_logits(rows[part], weight, bias, divisor, ctx.softcap, part)
+            z = _scaled_logits(rows[part], weight, bias, ctx.temperature, ctx.softcap)
             slope_of_cap = None
             if ctx.softcap is not None:
-                logits = z if divisor is None else z * divisor[part]
-                slope_of_cap = 1 - (logits / ctx.softcap).square()
+                slope_of_cap = 1 - (z * ctx.temperature / ctx.softcap).square()
             if grad_entropy is None:
-                grad = torch.softmax(z, dim=-1).mul_(-grad_log_probs[part, None])
+                grad = torch.softmax(z, dim=-1).mul_(-grad_log_probs[part])
             else:
                 grad = torch.log_softmax(z, dim=-1)
                 slope = grad + entropy[part, None]
                 slope.mul_(grad_entropy[part, None])
-                slope.add_(grad_log_probs[part, None])
+                slope.add_(grad_log_probs[part])
                 grad.exp_().mul_(slope.neg_())
                 del slope
             del z
-            grad.scatter_add_(1, places[part, None], grad_targets[part, None])
-            if divisor is not None:
-                grad /= divisor[part]
+            grad.scatter_add_(1, places[part], grad_targets[part])
+            if ctx.temperature != 1:
+                grad /= ctx.temperature
             if slope_of_cap is not None:
                 grad *= slope_of_cap
 
@@ -300,18 +301,7 @@ class _LogProbs(torch.autograd.Function):
             # Chunks are large: none stays while the next one is computed.
             del grad
 
-        return (*gradients.rounded(weight, bias), *[None] * 6)
-
-
-def _sum_over_vocabulary(
-    log_p: Tensor, part: slice, entropy: Tensor | None, squared: Tensor | None
-) -> None:
-    """Fill in what sums over the vocabulary of a chunk; its log_p is overwritten."""
-    if entropy is not None:
-        # No vecdot: it is a matrix product, which autocast turns to bfloat16.
-        entropy[part] = -log_p.exp().mul_(log_p).sum(dim=-1)
-    if squared is not None:
-        squared[part] = log_p.mul_(2).exp_().sum(dim=-1)
+        return (*gradients.rounded(weight, bias), *[None] * 5)
 
 
 @dataclass
@@ -393,15 +383,13 @@ def _scaled_logits(
     rows: Tensor,
     weight: Tensor | None,
     bias: Tensor | None,
-    divisor: Tensor | None,
+    temperature: float,
     softcap: float | None,
-    part: slice,
 ) -> Tensor:
-    """Return the float32 logits of one chunk, capped and divided by temperatures."""
+    """Return the float32 logits of one chunk, capped and divided by the temperature."""
     logits = rows if weight is None else linear(rows, weight, bias)
     logits = logits.float()
     if softcap is not None:
         logits = torch.tanh(logits / softcap) * softcap
-    if divisor is None:
-        return logits
-    return logits / divisor[part]
+    # A temperature of 1 spares a pass over the logits.
+    return logits if temperature == 1 else logits / temperature

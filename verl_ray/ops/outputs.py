@@ -15,6 +15,18 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
+class TopTokens:
+    """A request for the most probable tokens."""
+
+    count: int
+    """How many, in descending order of probability."""
+
+    num_tokens: int
+    """The tokens are among the first of the vocabulary, this many; probabilities are
+    those of the whole vocabulary."""
+
+
+@dataclass(frozen=True)
 class RequestedOutputs:
     """The outputs that a caller requests."""
 
@@ -24,6 +36,7 @@ class RequestedOutputs:
     squared_probs: bool = False
     values: bool = False
     scores: bool = False
+    top: TopTokens | None = None
 
     temperature: float = 1.0
     """The logits are divided by this before the softmax."""
@@ -50,7 +63,7 @@ class Routing:
 class TokenOutputs:
     """The outputs of a model for some packed rows. Outputs not requested are None.
 
-    All but `scores` and `routing` have one number per selected token, float32
+    All but `scores` and `routing` have one entry per selected token, float32
     [selected] unless noted. A selected token is the target of the one before it.
     """
 
@@ -66,6 +79,16 @@ class TokenOutputs:
 
     squared_probs: Tensor | None = None
     """Sum over the vocabulary of squared probabilities, of that distribution."""
+
+    candidate_log_probs: Tensor | None = None
+    """float32 [selected, candidates]: log-probabilities of the tokens that stand beside
+    the target as candidates, where rows have such."""
+
+    top_tokens: Tensor | None = None
+    """int64 [selected, count]: the most probable tokens in place of the target."""
+
+    top_log_probs: Tensor | None = None
+    """float32 [selected, count]: log-probabilities of these."""
 
     values: Tensor | None = None
     """The value head's output before the target."""

@@ -15,7 +15,7 @@ from typing import Self
 import numpy as np
 
 from verl_ray.columns.batch import Int64
-from verl_ray.columns.stages import Bool, Int16
+from verl_ray.columns.stages import Bool, Int16, Int32
 from verl_ray.ops.outputs import TokenOutputs
 from verl_ray.parallel.head_exchange import HeadExchange
 
@@ -53,6 +53,10 @@ class PackedTokens:
 
     is_routed: Bool | None = None
     """[tokens]: whether these are known of a token; None without them."""
+
+    candidates: Int32 | None = None
+    """[selected, candidates]: further tokens in the places of the selected ones, in
+    int32; None = none."""
 
     def padded_to_multiple(self, multiple: int) -> Self:
         """Return the rows with tokens appended until their number is a multiple.

@@ -133,6 +133,9 @@ class UlyssesManager(ShardingManager):
             targets=rows.targets[own_selected],
             last_tokens=rows.last_tokens[own_rows] - first,
             offsets=rows.offsets,
+            candidates=None
+            if rows.candidates is None
+            else rows.candidates[own_selected],
         )
 
     def _own_slice(self, bounds: Int64) -> slice:
@@ -174,6 +177,7 @@ class UlyssesManager(ShardingManager):
         Returns:
             The rows, and which of their outputs belong to which rank.
         """
+        candidates = rows.candidates
         columns = (
             rows.tokens,
             rows.positions,
@@ -181,6 +185,7 @@ class UlyssesManager(ShardingManager):
             rows.targets,
             rows.last_tokens,
             np.diff(rows.offsets),
+            np.empty(0) if candidates is None else candidates.reshape(-1),
         )
         # [ranks, columns]
         sizes = self._gather(np.array([len(column) for column in columns]))
@@ -194,7 +199,7 @@ class UlyssesManager(ShardingManager):
             np.split(values, np.cumsum(size))[:-1]
             for values, size in zip(gathered, sizes, strict=True)
         ]
-        tokens, positions, predecessors, targets, last_tokens, lengths = (
+        tokens, positions, predecessors, targets, last_tokens, lengths, others = (
             np.concatenate(column) for column in zip(*columns_of_ranks, strict=True)
         )
 
@@ -210,6 +215,9 @@ class UlyssesManager(ShardingManager):
             targets=targets,
             last_tokens=last_tokens + first_token.repeat(num_rows),
             offsets=offsets_of(lengths),
+            candidates=None
+            if candidates is None
+            else others.reshape(-1, candidates.shape[1]),
         )
         return everything, {TOKEN: offsets_of(num_selected), ROW: offsets_of(num_rows)}
 
@@ -242,11 +250,12 @@ class _Gather(torch.autograd.Function):
         if not longest:
             return own.clone()
 
-        padded = torch.nn.functional.pad(own, (0, longest - len(own)))
-        gathered = padded.new_empty(len(counts) * longest)
-        dist.all_gather_into_tensor(gathered, padded.contiguous(), group=group)
+        padded = own.new_zeros(longest, *own.shape[1:])
+        padded[: len(own)] = own
+        gathered = padded.new_empty(len(counts) * longest, *own.shape[1:])
+        dist.all_gather_into_tensor(gathered, padded, group=group)
 
-        values_of_ranks = gathered.view(len(counts), longest)
+        values_of_ranks = gathered.view(len(counts), longest, *own.shape[1:])
         parts = [
             values[:count]
             for values, count in zip(values_of_ranks, counts, strict=True)
@@ -300,7 +309,7 @@ class _Repartition(torch.autograd.Function):
         rank = dist.get_rank(group)
         sent = _overlaps(old_bounds, new_bounds, rank)
         received = _overlaps(new_bounds, old_bounds, rank)
-        moved = own.new_empty(sum(received))
+        moved = own.new_empty(sum(received), *own.shape[1:])
         dist.all_to_all_single(moved, own.contiguous(), received, sent, group=group)
         return moved
 

@@ -312,17 +312,20 @@ def _bytes_per_token(stage: type[Batch], *without: str) -> int:
     )
 
 
+_TOP = "top_tokens", "top_log_probs"
+
 # The reference is asked for log-probs alone.
 BYTES_PER_TOKEN_OF_A_ROW = (
-    _bytes_per_token(Rollouts, "routed_experts")
-    + _bytes_per_token(LogProbs)
-    + _bytes_per_token(LogProbs, "entropy", "squared_probs")
+    _bytes_per_token(Rollouts, "routed_experts", "candidates")
+    + _bytes_per_token(LogProbs, *_TOP)
+    + _bytes_per_token(LogProbs, "entropy", "squared_probs", *_TOP)
     + _bytes_per_token(Values)
     + _bytes_per_token(Credit)
 )
 """Bytes of a token at most: itself, its mask and what a step adds to a row, which are
 log-probs of sampler, policy and reference, entropy, squared probabilities, values,
-advantages and returns. Recorded experts come besides."""
+advantages and returns. Recorded experts come besides, and a teacher's most probable
+tokens."""
 
 OBJECT_STORE_FLOOR_BYTES = 128 * MIB
 """Smallest object store. Ray refuses to start with much less."""
@@ -342,6 +345,14 @@ def _bytes_per_row_token(config: Config) -> int:
         shape = model_size("actor", config.actor, config).shape
         routing = 0 if shape is None else shape.routing_bytes
     return BYTES_PER_TOKEN_OF_A_ROW + routing
+
+
+def _teacher_bytes_per_token(config: Config) -> int:
+    """Return the bytes of a teacher's most probable tokens in the place of one."""
+    if not isinstance(config, RLConfig) or config.distill is None:
+        return 0
+    columns = LogProbs.columns()
+    return config.distill.num_top * sum(columns[name].dtype.itemsize for name in _TOP)
 
 
 def waiting_bytes(config: Config) -> int:
@@ -365,7 +376,8 @@ def shared_memory_bytes(config: Config, nodes: int) -> int:
     """
     sizes = batch_algebra(config)
     num_snapshots = 2 if config.run.recovery.taken_every else 0
-    rows = sizes.rows * sizes.max_row_tokens * _bytes_per_row_token(config)
+    per_token = _bytes_per_row_token(config) + _teacher_bytes_per_token(config)
+    rows = sizes.rows * sizes.max_row_tokens * per_token
     rows += waiting_bytes(config) * (1 + num_snapshots)
     object_store = max(rows // nodes, OBJECT_STORE_FLOOR_BYTES)
     wire = wire_bytes(config) if isinstance(config, RolloutTaskConfig) else 0

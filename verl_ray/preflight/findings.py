@@ -27,6 +27,7 @@ from verl_ray.agents.specs import KEY
 from verl_ray.agents.specs import spec_problem as environment_problem
 from verl_ray.config.agent import ModelService
 from verl_ray.config.data import in_words as paths_in_words
+from verl_ray.config.distill import TeacherService
 from verl_ray.config.load import resolved_elsewhere, with_auto_again
 from verl_ray.config.reward import HttpReward
 from verl_ray.config.rollout_task import RolloutTaskConfig
@@ -104,6 +105,8 @@ def preflight(
     if needs_data:
         findings.problems += _data_problems(config)
         findings.problems += _environment_problems(config, machine)
+        if not evaluates:
+            findings.problems += _teacher_problems(config, machine)
     if starts_here:
         findings.problems += _run_dir_problems(config)
         findings.warnings += _run_dir_warnings(config)
@@ -200,7 +203,9 @@ def _grader_problems(
 
 
 def _service_problems(
-    key: str, service: HttpReward | ModelService, machine: Machine | None
+    key: str,
+    service: HttpReward | ModelService | TeacherService,
+    machine: Machine | None,
 ) -> Iterator[Problem]:
     """Yield a problem with the address or the token of a service."""
     problem = url_problem(service.url, f"{key}.url")
@@ -210,6 +215,14 @@ def _service_problems(
     if machine is not None and not machine.is_described:
         fix = "Set it to the token that the service expects."
         yield from _token_problems(f"{key}.token_env", service.token_env, fix)
+
+
+def _teacher_problems(config: Config, machine: Machine | None) -> Iterator[Problem]:
+    """Yield a problem with the address or the token of a teacher's server."""
+    if isinstance(config, RLConfig) and config.distill is not None:
+        service = config.distill.service
+        if service is not None:
+            yield from _service_problems("distill.teacher", service, machine)
 
 
 def _environment_problems(config: Config, machine: Machine | None) -> Iterator[Problem]:

@@ -61,6 +61,9 @@ class Workload:
     replays_routing: bool = False
     """Whether rows hold the experts of their tokens."""
 
+    candidates: int = 0
+    """Tokens beside the one of a place that are compared, or found, for a teacher."""
+
 
 @dataclass(frozen=True)
 class Footprint:
@@ -184,6 +187,9 @@ def _activations(
         # releases them late.
         token_bytes += work.tokens * width * 6 * hidden
     if not learns:
+        # Candidates of all micro-batches wait for the last one.
+        in_step = work.logit_tokens * work.batches
+        token_bytes += _FOUND_CANDIDATE * work.candidates * in_step
         return max(current_layer, head) + token_bytes
 
     saved_of_layer = work.tokens * _saved_of_layer(shape, partition, width)
@@ -279,6 +285,8 @@ def _head(
     chunk = (3 if learns else 2) * FLOAT32 * min(logits, CHUNK_LOGITS[device])
     # The hidden states of these tokens.
     chunk += FLOAT32 * logit_tokens * shape.hidden_size
+    if learns:
+        chunk += _LEARNED_CANDIDATE * work.candidates * logit_tokens
 
     if logits <= KEPT_LOGITS:
         copies = 2 if learns else 1
@@ -290,6 +298,15 @@ def _head(
         widths = FLOAT32 + (width if width != FLOAT32 else 0)
         return chunk + widths * words * shape.hidden_size
     return chunk
+
+
+_LEARNED_CANDIDATE = 48
+"""Bytes of a candidate in an update: its number, both log-probs, and what the
+divergence keeps for the backward pass (33, measured with its saved tensors)."""
+
+_FOUND_CANDIDATE = 20
+"""Bytes of a candidate that is found: its number and log-prob, and the former once more
+while micro-batches are joined."""
 
 
 def _embedding_gradients(shape: ModelShape) -> int:

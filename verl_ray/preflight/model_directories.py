@@ -88,6 +88,7 @@ def model_problems(config: Config, machine: Machine | None) -> Iterator[Problem]
     yield from _expert_problems(config)
     yield from _adapter_problems(config)
     yield from _token_problems(config)
+    yield from _top_problems(config)
 
     for engine in config.engines.values():
         yield from engine_problems(engine, machine)
@@ -395,6 +396,17 @@ def _value_head_problems(config: Config) -> Iterator[Problem]:
             yield Problem(key, path, rule, fix)
 
 
+def _top_problems(config: Config) -> Iterator[Problem]:
+    """Yield a problem if more of a teacher's tokens are compared than there are."""
+    if not isinstance(config, RLConfig) or config.distill is None:
+        return
+    num_tokens = len(token_ids(config.actor.model.folder))
+    if num_tokens and config.distill.num_top > num_tokens:
+        rule = f"the tokenizer of the actor has {num_tokens} tokens"
+        fix = f"Use at most {num_tokens}."
+        yield Problem("distill.top_k", config.distill.top_k, rule, fix)
+
+
 def _token_problems(config: Config) -> Iterator[Problem]:
     """Yield models that read the actor's rows and number their tokens differently.
 
@@ -411,9 +423,15 @@ def _token_problems(config: Config) -> Iterator[Problem]:
         written = token_ids(writer_path)
         readable = token_ids(path)
         if written and readable and not written.items() <= readable.items():
+            numbers = {number: token for token, number in readable.items()}
+            differ = [
+                f"{number} is {token!r}, and here {numbers.get(number)!r}"
+                for token, number in sorted(written.items(), key=lambda item: item[1])
+                if numbers.get(number) != token
+            ]
             rule = (
                 f"it reads rows in the {writer}'s tokens, and its tokenizer numbers"
-                " them otherwise"
+                f" {len(differ)} of them otherwise: {'; '.join(differ[:3])}"
             )
             fix = (
                 f"Give a model with the {writer}'s tokenizer, such as one that was"

@@ -24,6 +24,7 @@ from verl_ray.config.roles import ModelRole
 from verl_ray.config.rollout import SCORED_PROMPT_TOKENS, ServedModel
 from verl_ray.config.rollout_task import RolloutTaskConfig
 from verl_ray.config.schema import Config, batch_algebra
+from verl_ray.config.tasks.rl import RLConfig
 from verl_ray.preflight.footprints import (
     BFLOAT16,
     Footprint,
@@ -219,19 +220,28 @@ def _workloads(name: str, config: Config, *, learns: bool) -> tuple[Workload, Wo
     token_slices = config.model_roles[name].backend.token_slices
     largest = resolved(batch.micro_batch_tokens_per_rank)
     # Logits are needed of response tokens only.
-    logit_share = config.longest_response / sizes.max_row_tokens
+    logit_share = config.longest_response / config.longest_own_row
+    distill = config.distill if isinstance(config, RLConfig) else None
+    num_top = 0 if distill is None else distill.num_top
+    # Without a role of its own the actor is the teacher, or asks a server.
+    teacher = "reference" if "reference" in config.model_roles else "actor"
 
-    def workload(all_tokens: int) -> Workload:
+    def workload(all_tokens: int, candidates: int) -> Workload:
         tokens = min(all_tokens, largest)
         batches = -(-all_tokens // max(tokens, 1))
         replays = config.replays_routing(name)
-        return Workload(tokens, int(logit_share * tokens), batches, replays)
+        logits = int(logit_share * tokens)
+        return Workload(tokens, logits, batches, replays, candidates)
 
     def tokens_of(rows: int) -> int:
         return -(-rows * sizes.max_row_tokens // token_slices)
 
-    forward = workload(tokens_of(batch.rows_per_rank) if learns else largest)
-    update = workload(tokens_of(batch.mini_batch_size_per_rank or 0))
+    top_tokens = num_top if name == teacher else 0
+    forward = workload(
+        tokens_of(batch.rows_per_rank) if learns else largest, top_tokens
+    )
+    learned = num_top if name == "actor" else 0
+    update = workload(tokens_of(batch.mini_batch_size_per_rank or 0), learned)
     return forward, update
 
 

@@ -175,6 +175,7 @@ def _zero_gradient(run: RunLines) -> Iterator[Evidence | None]:
 SCORE = "critic/score/mean"
 ENTROPY = "actor/entropy_per_token"
 RESPONSE_LENGTH = "response_length/mean"
+TEACHER_KL = "distill/kl"
 
 COLLAPSED = 0.5
 EXHAUSTED = 0.1
@@ -182,6 +183,7 @@ CERTAIN = 0.01
 """Entropy in nats per token below which a policy is certain."""
 SOLVED = 0.9
 FAR_FROM_REFERENCE = 1.0
+FARTHER = 1.5
 LARGE_UPDATE = 0.1
 DOUBLED = 2.0
 OFTEN_CUT = 0.3
@@ -236,6 +238,15 @@ def _kl_runaway(run: RunLines) -> Iterator[Evidence | None]:
     # Sums over tokens would grow with the length of the responses.
     if str(run.at("algorithm.aggregation")).endswith("token_mean"):
         yield evidence_above(run, "actor/kl_loss", FAR_FROM_REFERENCE)
+
+
+def _teacher_left(run: RunLines) -> Iterator[Evidence | None]:
+    divergence = run.series(TEACHER_KL)
+    medians = divergence.medians(WINDOW)
+    if len(medians):
+        # A policy may break in its second step.
+        threshold = FARTHER * float(min(divergence.values[0], medians.values[0]))
+        yield evidence_where(medians, medians.values > threshold, TEACHER_KL, threshold)
 
 
 def _lengths_exploding(run: RunLines) -> Iterator[Evidence | None]:
@@ -516,6 +527,15 @@ RULES = (
         " scores mean something else (arXiv:2210.10760)",
         "Raise {algorithm.kl.coefficient}, or lower {actor.optimizer.lr}",
         _kl_runaway,
+    ),
+    Rule(
+        "teacher_left",
+        "warning",
+        "The student moves away from its teacher",
+        f"`{TEACHER_KL}` is above {FARTHER:g} times what it began with",
+        "the divergence from the teacher is what distillation lowers",
+        "Lower {actor.optimizer.lr}, or raise {distill.weight} beside rewards",
+        _teacher_left,
     ),
     Rule(
         "large_updates",

@@ -92,6 +92,7 @@ class ServiceClient:
         key: str,
         probe: bytes,
         address: str | None = None,
+        max_reply_bytes: int = MAX_REPLY_BYTES,
     ) -> None:
         """Prepare the connections; nothing is sent yet.
 
@@ -100,6 +101,7 @@ class ServiceClient:
             key: The configuration's section, for errors to name.
             probe: Body of a request that no item can be to blame for.
             address: Where requests are posted to, if not to the url itself.
+            max_reply_bytes: Longest body of a reply.
 
         Raises:
             ConfigError: `url_problem` finds a problem, or a token is not set or cannot
@@ -108,6 +110,7 @@ class ServiceClient:
         url = _parse_url(limits.url, f"{key}.url")
         self._limits = limits
         self._address = limits.url if address is None else address
+        self._max_reply_bytes = max_reply_bytes
         self._client = _connections(limits, key)
         self._availability = Availability(
             # Without the query, which may hold a secret.
@@ -257,7 +260,7 @@ class ServiceClient:
                 asyncio.timeout(timeout_s),
                 self._client.stream("POST", url, content=body) as response,
             ):
-                reply = await _body_of(response)
+                reply = await _body_of(response, self._max_reply_bytes)
         except TimeoutError:
             detail = f"no reply within {timeout_s:.3g} s"
             return RequestFailure(ScoreHealth.TIMEOUT, detail, passing=True)
@@ -272,8 +275,8 @@ class ServiceClient:
 
         if not response.is_success:
             return _status_failure(response, reply)
-        if len(reply) > MAX_REPLY_BYTES:
-            detail = f"the reply is longer than {MAX_REPLY_BYTES} bytes"
+        if len(reply) > self._max_reply_bytes:
+            detail = f"the reply is longer than {self._max_reply_bytes} bytes"
             return unparsed(f"{detail}: {excerpt(reply)}")
         return read(reply)
 
@@ -374,13 +377,13 @@ def url_problem(url: str, key: str) -> Problem | None:
 # ------------------------------------------------------------------------------ replies
 
 
-async def _body_of(response: httpx.Response) -> bytes:
+async def _body_of(response: httpx.Response, limit: int) -> bytes:
     """Read the body; of one that is too long, the first part."""
     body = bytearray()
     # Consumes the stream until it ends or exceeds the limit; the caller has a deadline.
     async for chunk in response.aiter_bytes():
         body += chunk
-        if len(body) > MAX_REPLY_BYTES:
+        if len(body) > limit:
             break
     return bytes(body)
 

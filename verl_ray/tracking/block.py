@@ -52,7 +52,11 @@ _SHOWN = (
         ("reward", "critic/score/mean"),
         ("loss", "actor/loss"),
     ),
-    (("kl", "actor/kl_loss"), ("kl", "actor/reward_kl_penalty")),
+    (
+        ("teacher kl", "distill/kl"),
+        ("kl", "actor/kl_loss"),
+        ("kl", "actor/reward_kl_penalty"),
+    ),
     (("loss", "reward/loss"),),
     (("pairs right", "reward/accuracy"), ("pairs right", "rewards/accuracies")),
 )

@@ -9,11 +9,13 @@ import pytest
 from controllers.compose.composition import examine
 from controllers.compose.listing import groups
 from scripts.configuration import compose
-from tests.algorithms.choices import TAKES_SEVERAL_UPDATES
+from tests.algorithms.choices import REWARDED, TAKES_SEVERAL_UPDATES
 from tests.config.rules.cases import INPUTS, Case
 from verl_ray.config.tasks.rl import RLConfig
 
 ROOTS = ("ppo", "grpo")
+STUDENT = " ".join(INPUTS)
+TEACHER_PROMPT = f"{Path(__file__).with_name('teacher_prompt_file.py')}:hint"
 OWN_FILE = Path(__file__).parents[2] / "algorithms" / "own_shaping_file.py"
 CASES = [
     Case(
@@ -306,10 +308,115 @@ CASES = [
         "changes nothing",
         "algorithm=grpo",
     ),
+    Case(
+        "distillation_is_possible",
+        "algorithm=grpo algorithm.advantage=none",
+        "algorithm.advantage",
+        "neither rewards nor a teacher would teach",
+        "--config-name distill",
+    ),
+    Case(
+        "distillation_is_possible",
+        f"{STUDENT} reference.model.path=/m",
+        "reference.model.path",
+        "this is the model of the student",
+        "another model with the same vocabulary",
+        "distill",
+    ),
+    Case(
+        "distillation_is_possible",
+        f"{STUDENT} reference.model.path=/t algorithm=grpo",
+        "algorithm.kl.place",
+        "and a run charges one",
+        "algorithm.kl=none",
+        "distill",
+    ),
+    Case(
+        "distillation_is_possible",
+        f"{STUDENT} distill.teacher=actor",
+        "distill.teacher",
+        "nothing to learn from itself",
+        "Give distill.teacher_prompt",
+        "distill",
+    ),
+    Case(
+        "distillation_is_possible",
+        f"{STUDENT} 'distill.teacher={{url: http://h:1/v1}}' rollout.temperature=0.7",
+        "rollout.temperature",
+        "gives the log-probs of temperature 1",
+        "Use 1",
+        "distill",
+    ),
+    Case(
+        "distillation_is_possible",
+        f"{STUDENT} distill.teacher=actor distill.teacher_prompt={TEACHER_PROMPT}"
+        " 'agent.environments={default: calculator}'",
+        "distill.teacher_prompt",
+        "which no function of the record's prompt knows",
+        "leave out agent.environments",
+        "distill",
+    ),
+    Case(
+        "distillation_is_possible",
+        f"{STUDENT} reference.model.path=/t algorithm=clip_cov algorithm.kl=none",
+        "algorithm.policy_loss",
+        "before the teacher's are known",
+        "or another divergence",
+        "distill",
+    ),
+    Case(
+        "distillation_is_possible",
+        f"{STUDENT} reference.model.path=/t algorithm=grpo algorithm.kl=none"
+        " algorithm.dynamic_sampling=10",
+        "algorithm.dynamic_sampling",
+        "a teacher uses them",
+        "null",
+        "distill",
+    ),
+    Case(
+        "teacher_settings_are_read",
+        f"{STUDENT} reference.model.path=/t algorithm.brevity=0.5",
+        "algorithm.brevity",
+        "rewards teach nothing",
+        "Leave it out",
+        "distill",
+    ),
+    Case(
+        "teacher_settings_are_read",
+        f"{STUDENT} reference.model.path=/t distill.divergence=jsd algorithm.clip_low=0.1",
+        "algorithm.clip_low",
+        "distill.divergence=jsd is a loss by itself",
+        "Leave it out",
+        "distill",
+    ),
+    Case(
+        "divergence_settings_are_read",
+        f"{STUDENT} reference.model.path=/t distill.max_prompt_tokens=9",
+        "distill.max_prompt_tokens",
+        "distill.teacher_prompt is null",
+        "Leave it out",
+        "distill",
+    ),
+    Case(
+        "divergence_settings_are_read",
+        f"{STUDENT} reference.model.path=/t distill.top_k=8",
+        "distill.top_k",
+        "distill.divergence=sampled does not use it",
+        "Leave it out",
+        "distill",
+    ),
+    Case(
+        "divergence_settings_are_read",
+        f"{STUDENT} reference.model.path=/t distill.divergence=forward distill.beta=0.5",
+        "distill.beta",
+        "distill.divergence=forward does not use it",
+        "or distill.divergence=jsd",
+        "distill",
+    ),
 ]
 
 
-@pytest.mark.parametrize("algorithm", groups()["algorithm"])
+@pytest.mark.parametrize("algorithm", REWARDED)
 @pytest.mark.parametrize(
     "root",
     ["quickstart", *(pytest.param(root, marks=pytest.mark.slow) for root in ROOTS)],
@@ -396,3 +503,18 @@ def test_a_size_of_the_users_own_comes_before_that_of_the_algorithm() -> None:
         "quickstart", ["algorithm=gspo", "data.prompts_per_step=many"]
     ).problems
     assert problem.key == "data.prompts_per_step"
+
+
+@pytest.mark.parametrize("algorithm", ["distill", "grpo", "rloo", "ppo"])
+def test_a_teacher_goes_with_rewards_of_any_algorithm(algorithm: str) -> None:
+    teacher = [f"algorithm={algorithm}", "reference.model.path=/t", "algorithm.kl=none"]
+    config = compose("distill", [*INPUTS, *teacher])
+    assert isinstance(config, RLConfig)
+    assert config.has_reference and config.distill is not None
+    # An adapter's base is the student, and not the teacher.
+    config = compose("distill", [*INPUTS, *teacher, "actor.lora.rank=4"])
+    assert isinstance(config, RLConfig) and config.has_reference
+
+
+def test_an_evaluation_alone_needs_no_teacher() -> None:
+    assert examine("distill", [*INPUTS], evaluates=True).problems == []

@@ -30,7 +30,12 @@ from verl_ray.config.rollout_task import RolloutTaskConfig
 from verl_ray.config.schema import Config
 from verl_ray.config.tasks.dpo import DPOConfig
 from verl_ray.config.tasks.reward_model import RewardModelConfig
-from verl_ray.config.tasks.rl import RULES, RLConfig, _inputs_can_be_made
+from verl_ray.config.tasks.rl import (
+    RULES,
+    RLConfig,
+    _inputs_can_be_made,
+    teacher_settings_are_read,
+)
 from verl_ray.config.tasks.sft import SFTConfig
 from verl_ray.errors import Problem
 from verl_ray.settings.section import RuleRow
@@ -66,7 +71,11 @@ def test_message(case: Case) -> None:
 def test_every_rule_has_a_case() -> None:
     tasks = (Config, RolloutTaskConfig, RLConfig, SFTConfig, DPOConfig)
     callers = [task.problems for task in tasks]
-    callers += [_inputs_can_be_made, correction_problems]
+    callers += [
+        _inputs_can_be_made,
+        correction_problems,
+        teacher_settings_are_read,
+    ]
     code = "".join(map(inspect.getsource, callers))
     rules = set(re.findall(r"yield from ([a-z]\w+)\(", code))
     rules -= {"super", "correction_problems"}

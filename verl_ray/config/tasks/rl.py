@@ -31,6 +31,7 @@ from verl_ray.config.algorithm import (
 )
 from verl_ray.config.correction import correction_problems
 from verl_ray.config.data import curriculum_is_consistent
+from verl_ray.config.distill import DistillConfig, divergence_settings_are_read
 from verl_ray.config.preparation import (
     PrepareConfig,
     gain_is_measured,
@@ -78,6 +79,8 @@ class RLConfig(RolloutTaskConfig):
     evaluation: EvaluationConfig
     tracking: RolloutTrackingConfig
     algorithm: AlgorithmConfig
+    distill: DistillConfig | None = None
+    """What the actor learns from the reference role; null = nothing."""
     prepare: PrepareConfig | None
 
     # The accuracy or the mean reward of every data source.
@@ -121,7 +124,13 @@ class RLConfig(RolloutTaskConfig):
     @property
     def has_reference(self) -> bool:
         """Whether a reference role is created."""
-        return self.algorithm.kl.place != "none" and not self.reference_is_base
+        return self.compares_with_reference and not self.reference_is_base
+
+    @property
+    def compares_with_reference(self) -> bool:
+        """Whether the actor is compared with a frozen policy, or with a teacher."""
+        teaches = self.distill is not None and self.distill.teacher is None
+        return teaches or self.algorithm.kl.place != "none"
 
     @property
     def reference_is_base(self) -> bool:
@@ -131,8 +140,7 @@ class RLConfig(RolloutTaskConfig):
         """
         same_model = self.reference.model.is_same(self.actor.model)
         has_adapter = self.actor.lora.rank > 0
-        needs_reference = self.algorithm.kl.place != "none"
-        return needs_reference and has_adapter and same_model
+        return self.compares_with_reference and has_adapter and same_model
 
     def needs_old_log_probs(self, *, corrects: bool) -> bool:
         """Return whether the actor computes log-probs before it learns.
@@ -164,6 +172,22 @@ class RLConfig(RolloutTaskConfig):
         has_two_policies = self.algorithm.correction.form == "two_policy"
         sampler_replaces_old = corrects and has_two_policies
         return several_updates and not sampler_replaces_old
+
+    @property
+    def longest_row(self) -> tuple[int, str]:
+        longest, keys = super().longest_row
+        distill = self.distill
+        if distill is None or distill.teacher_prompt is None:
+            return longest, keys
+        # The teacher reads the same responses behind other prompts.
+        read = distill.max_prompt_tokens + self.rollout.max_response_tokens
+        if read <= longest:
+            return longest, keys
+        return read, "distill.max_prompt_tokens + rollout.max_response_tokens"
+
+    @property
+    def longest_own_row(self) -> int:
+        return super().longest_row[0]
 
     @property
     def optimizers(self) -> dict[str, OptimizerConfig]:
@@ -247,7 +271,13 @@ class RLConfig(RolloutTaskConfig):
         yield from critic_matches_the_advantage(algorithm)
         yield from critic_settings_are_used(self, overridden)
         without = "algorithm.kl.place=none makes no reference"
+        if self.distill is not None:
+            without = "distill.teacher is the teacher"
         yield from reference_settings_are_used(self, without, overridden)
+        # An evaluation alone has no teacher.
+        if not overridden.evaluates:
+            yield from distillation_is_possible(self)
+            yield from teacher_settings_are_read(self, overridden)
         yield from kl_is_complete(algorithm.kl)
         yield from kl_in_the_loss_has_a_gradient(algorithm.kl)
         yield from kl_in_the_reward_has_no_gradient(algorithm.kl)
@@ -323,6 +353,101 @@ def ratios_are_not_one(config: RLConfig) -> Iterator[Problem]:
     if not loss.is_per_row:
         fix += f" Or compare with the sampler's policy: {_CORRECTION}.form=two_policy."
     yield Problem("algorithm.policy_loss", loss.name, rule, fix)
+
+
+def distillation_is_possible(config: RLConfig) -> Iterator[Problem]:
+    """Yield the problems of a run with a teacher, or without one."""
+    if config.distill is None:
+        if config.algorithm.advantage == "none":
+            rule = "neither rewards nor a teacher would teach the policy anything"
+            fix = "Choose another algorithm, such as grpo, or --config-name distill."
+            yield Problem("algorithm.advantage", "none", rule, fix)
+        return
+
+    distill = config.distill
+    has_context = distill.teacher_prompt is not None
+    is_student = distill.teacher is None and config.reference.model.is_same(
+        config.actor.model
+    )
+    if distill.teacher == "actor" and not has_context:
+        rule = "the policy has nothing to learn from itself, as it reads the same"
+        fix = "Give distill.teacher_prompt, or set it to null."
+        yield Problem("distill.teacher", "actor", rule, fix)
+    if is_student and not has_context:
+        path = config.reference.model.path
+        rule = "the reference is the teacher, and this is the model of the student"
+        fix = (
+            "Give the directory of another model with the same vocabulary,"
+            " distill.teacher={url: http://HOST:PORT/v1}, or distill.teacher_prompt."
+        )
+        yield Problem("reference.model.path", path, rule, fix)
+    if has_context and config.episodes is not None:
+        rule = (
+            "rows of episodes hold what environments have written, which no function"
+            " of the record's prompt knows"
+        )
+        fix = "Set it to null, or leave out agent.environments."
+        yield Problem("distill.teacher_prompt", distill.teacher_prompt, rule, fix)
+    loss = POLICY_LOSSES[config.algorithm.policy_loss]
+    if loss.selection is not None and not distill.num_top:
+        rule = (
+            "it chooses tokens by their advantages before the teacher's are known, and"
+            " distill.divergence=sampled adds these"
+        )
+        fix = "Use ppo_clip, or another divergence."
+        yield Problem("algorithm.policy_loss", loss.name, rule, fix)
+    groups = config.algorithm.dynamic_sampling
+    if groups is not None:
+        rule = "groups whose scores are all equal are drawn again; a teacher uses them"
+        yield Problem("algorithm.dynamic_sampling", groups, rule, "Set it to null.")
+    place = config.algorithm.kl.place
+    if place != "none":
+        rule = "distill charges the divergence from the teacher, and a run charges one"
+        yield Problem("algorithm.kl.place", place, rule, "Set algorithm.kl=none.")
+    temperature = config.rollout.temperature
+    if distill.service is not None and temperature != 1:
+        rule = "a server gives the log-probs of temperature 1 (distill.teacher)"
+        fix = "Use 1, or the reference role as the teacher."
+        yield Problem("rollout.temperature", temperature, rule, fix)
+
+
+_REWARD_SETTINGS = (
+    "whiten_advantages",
+    "advantage_clip",
+    "overlong_share",
+    "brevity",
+    "efficiency",
+    "shaping",
+    "replay",
+)
+"""Settings of `algorithm` that change the advantages of rewards."""
+_LOSS_SETTINGS = (
+    "policy_loss",
+    "entropy_share",
+    "negative_drift",
+    *{setting.name: None for loss in POLICY_LOSSES.values() for setting in loss.reads},
+)
+"""Settings of `algorithm` that change what a loss makes of advantages."""
+
+
+def teacher_settings_are_read(
+    config: RLConfig, overridden: OverriddenKeys
+) -> Iterator[Problem]:
+    """Yield a problem for each setting that a run with a teacher does not read."""
+    distill = config.distill
+    if distill is None:
+        return
+    yield from divergence_settings_are_read(distill, overridden)
+    if config.algorithm.advantage != "none":
+        return
+
+    reason = "with algorithm.advantage=none rewards teach nothing"
+    unread = list(_REWARD_SETTINGS)
+    if distill.num_top:
+        unread += _LOSS_SETTINGS
+        reason += f", and distill.divergence={distill.divergence} is a loss by itself"
+    for name in unread:
+        yield from overridden.ignored(overridden.under(f"algorithm.{name}"), reason)
 
 
 def critic_settings_are_used(
@@ -482,6 +607,8 @@ def _rewards_beside_scores(config: RLConfig) -> Iterator[str]:
             yield f"algorithm.{name}"
     if algorithm.kl.place == "reward":
         yield "algorithm.kl.place=reward"
+    if config.distill is not None:
+        yield "distill"
 
 
 # ------------------------------------------------------------- rules of one condition

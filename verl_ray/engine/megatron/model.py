@@ -215,18 +215,11 @@ class Stage(GPTModel):
             weight[: self._own_words],
             rows.targets,
             vocabulary=self._vocabulary,
-            temperature=outputs.temperature,
             softcap=self._softcap,
-            with_entropy=outputs.entropy,
-            with_greedy=outputs.greedy,
-            with_squared_probs=outputs.squared_probs,
+            requested=outputs,
+            candidates=rows.candidates,
         )
-        return TokenOutputs(
-            log_probs=head_outputs.log_probs,
-            entropy=head_outputs.entropy,
-            greedy=head_outputs.greedy,
-            squared_probs=head_outputs.squared_probs,
-        )
+        return TokenOutputs(**vars(head_outputs))
 
 
 def has_tied_embeddings(model: RoleModel) -> bool:

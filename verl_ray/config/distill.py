@@ -1,0 +1,131 @@
+"""Distillation: what a policy learns from a teacher.
+
+The teacher is the reference role, or a server.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, create_model
+
+from verl_ray.algorithms.distillation import (
+    DECLARED_SETTINGS,
+    DIVERGENCES,
+    TEACHER_PROMPTS,
+    TeacherDivergence,
+)
+from verl_ray.config.algorithm import FUNCTION_AS_TEXT, own_function_alone
+from verl_ray.errors import Problem
+from verl_ray.settings.section import (
+    OneOf,
+    OverriddenKeys,
+    Positive,
+    PositiveFloat,
+    Section,
+)
+from verl_ray.suggest import either
+
+DivergenceName = Annotated[str, OneOf(DIVERGENCES)]
+TeacherPromptName = Annotated[
+    str, own_function_alone(TEACHER_PROMPTS), *FUNCTION_AS_TEXT
+]
+
+_FIELDS: dict[str, Any] = {
+    setting.name: (setting.kind | None, Field(description=f"{setting.meaning} {usual}"))
+    for setting in DECLARED_SETTINGS
+    for usual in ("null = the usual value of the divergence.",)
+}
+_ReadByDivergences = create_model("_ReadByDivergences", __base__=Section, **_FIELDS)
+
+
+class TeacherService(Section):
+    """A teacher behind a vLLM server.
+
+    It is given as a table, so what is left out has its default here.
+    """
+
+    url: str
+    """Address of its API, such as http://host:8000/v1, as the actor's nodes reach
+    it."""
+    model: str | None = None
+    """Name of the model; null = the only one that the server has."""
+    token_env: str | None = None
+    """Environment variable of the workers that holds a bearer token; null = none is
+    sent."""
+    timeout_s: PositiveFloat = 300.0
+    """Longest time of one request, which is about one row."""
+    max_outage_s: PositiveFloat = 1800.0
+    """Longest time to ask a server again that refuses, answers 5xx or times out as a
+    whole; then the run ends."""
+    concurrency: Positive = 32
+    """Requests in flight at the same time, of each rank of the actor."""
+
+
+class DistillConfig(_ReadByDivergences):
+    """How the actor learns from a teacher."""
+
+    teacher: Literal["actor"] | TeacherService | None
+    """Who teaches: null = the reference role; actor = the policy itself, as it is
+    before the step; or a vLLM server, a table of url, model, token_env, timeout_s,
+    max_outage_s and concurrency."""
+    teacher_prompt: TeacherPromptName | None
+    """Function of your own that writes the prompt which the teacher reads before the
+    response, with the solution for example: path/to/file.py:function, or a table of it
+    and its arguments. null = the prompt of the student."""
+    max_prompt_tokens: Positive
+    """The longest prompt that this function may write, in tokens."""
+
+    divergence: DivergenceName
+    """How the policy is compared with the teacher at each response token; each names
+    its paper (docs/distillation.md). sampled: log p_T - log p_S of the token that was
+    sampled is its advantage. Others are a term of the loss."""
+    weight: PositiveFloat
+    """Weight of the divergence, beside what rewards teach."""
+    top_k: Positive
+    """The teacher's most probable tokens that are compared; all others are one more
+    outcome. sampled compares none."""
+
+    @property
+    def declared(self) -> TeacherDivergence:
+        """The declaration of the divergence."""
+        return DIVERGENCES[self.divergence]
+
+    @property
+    def service(self) -> TeacherService | None:
+        """The server of the teacher; None if it has none."""
+        return self.teacher if isinstance(self.teacher, TeacherService) else None
+
+    @property
+    def num_top(self) -> int:
+        """How many of the teacher's most probable tokens are compared; 0 for none."""
+        return 0 if self.declared.function is None else self.top_k
+
+
+# -------------------------------------------------------------------------------- rules
+
+
+def divergence_settings_are_read(
+    distill: DistillConfig, overridden: OverriddenKeys
+) -> Iterator[Problem]:
+    """Yield a problem for each setting that the divergence does not read."""
+    reason = f"distill.divergence={distill.divergence} does not use it"
+    if distill.teacher_prompt is None:
+        keys = overridden.under("distill.max_prompt_tokens")
+        yield from overridden.ignored(keys, "distill.teacher_prompt is null")
+    if distill.declared.function is None:
+        yield from overridden.ignored(overridden.under("distill.top_k"), reason)
+
+    for setting in DECLARED_SETTINGS:
+        value = getattr(distill, setting.name)
+        if value is None or setting in distill.declared.reads:
+            continue
+
+        readers = [
+            f"distill.divergence={name}"
+            for name, divergence in DIVERGENCES.items()
+            if setting in divergence.reads
+        ]
+        fix = f"Set it to null, or {either(readers)}."
+        yield Problem(f"distill.{setting.name}", value, reason, fix)
