@@ -206,7 +206,8 @@ class PolicyLoss(Declaration):
 
     With one, log-probs are computed before the update, and refused where no policy has
     them (`chooses_tokens`). Each mini-batch is chosen from as a whole
-    (`select_tokens`), and the choice is `PolicyTokens.selected`.
+    (`select_tokens`), and the choice is `PolicyTokens.selected`. It is refused where a
+    teacher adds to the advantages (`distillation_is_possible`).
     """
 
     selection_reads: tuple[Setting, ...] = ()
