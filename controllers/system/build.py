@@ -70,6 +70,9 @@ class System:
     restarts: InPlaceRestarts = field(default_factory=InPlaceRestarts)
     """Lost groups without state, which start again in place."""
 
+    learns: bool = True
+    """Whether the job trains; False stands for an evaluation alone."""
+
     @property
     def actor(self) -> WorkerGroup[ActorWorker]:
         return self.models["actor"]
@@ -154,7 +157,9 @@ def start(
 
     restarts = InPlaceRestarts(may_restart)
     restarts.own([*graders.values(), *models_without_state(config, models, has_gpus)])
-    return System(groups, models, rollout, graders, has_gpus, plan.devices, restarts)
+    return System(
+        groups, models, rollout, graders, has_gpus, plan.devices, restarts, learns
+    )
 
 
 def models_without_state(

@@ -61,7 +61,7 @@ from verl_ray.learning.coefficients import EntropyControl, make_kl_controller
 from verl_ray.learning.credit import response_rewards
 from verl_ray.learning.policy_objective import PolicyObjective
 from verl_ray.ops.outputs import TopTokens
-from verl_ray.profiling.phases import Timers
+from verl_ray.profiling.phases import Timers, phase
 from verl_ray.rewards.shaping import ResponseScores, turn_weights
 from verl_ray.rewards.teacher import ServerNeeds
 from verl_ray.rollout.requests import Sampling
@@ -117,7 +117,7 @@ class Learner:
         self._context: TeacherContext | None = None
         distill = config.distill
         if distill is not None and distill.num_top:
-            self._top = TopTokens(min(distill.num_top, num_tokens), num_tokens)
+            self._top = TopTokens(distill.num_top, num_tokens)
         if distill is not None and distill.teacher_prompt is not None:
             self._context = TeacherContext(
                 distill.teacher_prompt,
@@ -137,14 +137,15 @@ class Learner:
             ConfigError: There is none, or it does not fit the run.
         """
         distill = self.config.distill
-        if distill is None or distill.service is None:
+        if distill is None or distill.service is None or not self.system.learns:
             return
         text, tokens = tokens_to_compare(tokenizer)
         needs = ServerNeeds(text, tokens, self._top, self.config.longest_row[0])
         call = self.system.actor.broadcast(
             ActorWorker.require_teacher, distill.service, needs
         )
-        self._wait([call])
+        with phase("asking the teacher's server"):
+            self._wait([call])
 
     # ------------------------------------------------------------- log-probs and values
 

@@ -109,8 +109,7 @@ class Trainer:
         Raises:
             ConfigError: The server of a teacher is not there, or reads other tokens.
         """
-        with phase("asking for the teacher"):
-            self.learner.require_teacher(self.prompts.tokenizer)
+        self.learner.require_teacher(self.prompts.tokenizer)
         self.supply.begin(done)
         self.publish(done)
 

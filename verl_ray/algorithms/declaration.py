@@ -7,9 +7,11 @@ fields, its rules, and the documents' tables all follow from the declarations.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, TypeVar
+
+from pydantic import Field
 
 from verl_ray.errors import DataError
 
@@ -72,6 +74,36 @@ class Declaration:
             raise DataError(f"{self.name} needs {' and '.join(missing)}, which is null")
 
         return values
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeclarationWithUsualValues(Declaration):
+    """One choice of a formula whose settings are their usual values where null."""
+
+    def settings(self, section: object) -> dict[str, Any]:
+        """Return the keyword arguments of the function; usual ones where null."""
+        values = {}
+        for setting, usual_value in self.reads.items():
+            value = getattr(section, setting.name)
+            values[setting.name] = usual_value if value is None else value
+        return values
+
+
+def fields_of_settings(settings: Iterable[Setting], formula: str) -> dict[str, Any]:
+    """Return the pydantic fields of settings that are usual values where null.
+
+    Args:
+        settings: The settings.
+        formula: What has the usual values, in a word.
+    """
+    usual = f"null = the usual value of the {formula}."
+    return {
+        setting.name: (
+            setting.kind | None,
+            Field(description=f"{setting.meaning} {usual}"),
+        )
+        for setting in settings
+    }
 
 
 D = TypeVar("D", bound=Declaration)

@@ -13,7 +13,12 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 from pydantic import Field
 
-from verl_ray.algorithms.declaration import Declaration, Setting, by_name
+from verl_ray.algorithms.declaration import (
+    Declaration,
+    DeclarationWithUsualValues,
+    Setting,
+    by_name,
+)
 from verl_ray.algorithms.own_functions import Choices, OwnFunction, keywords_of
 
 if TYPE_CHECKING:
@@ -21,7 +26,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
-class TeacherDivergence(Declaration):
+class TeacherDivergence(DeclarationWithUsualValues):
     """A choice of `distill.divergence`.
 
     Attributes:
@@ -33,14 +38,6 @@ class TeacherDivergence(Declaration):
     section: ClassVar[str] = "distill"
 
     function: Callable[..., Tensor] | None
-
-    def settings(self, section: object) -> dict[str, Any]:
-        """Return the keyword arguments of the function; usual ones where null."""
-        values = {}
-        for setting, usual_value in self.reads.items():
-            value = getattr(section, setting.name)
-            values[setting.name] = usual_value if value is None else value
-        return values
 
 
 BETA = Setting(

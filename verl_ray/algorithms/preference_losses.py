@@ -14,7 +14,11 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 from pydantic import Field
 
-from verl_ray.algorithms.declaration import Declaration, Setting, by_name
+from verl_ray.algorithms.declaration import (
+    DeclarationWithUsualValues,
+    Setting,
+    by_name,
+)
 from verl_ray.algorithms.own_functions import Choices, OwnFunction, keywords_of
 from verl_ray.settings.section import NonNegativeFloat, PositiveFloat
 
@@ -66,7 +70,7 @@ class Pairs:
 
 
 @dataclass(frozen=True, kw_only=True)
-class PreferenceLoss(Declaration):
+class PreferenceLoss(DeclarationWithUsualValues):
     """A choice of `preference.loss`.
 
     Attributes:
@@ -78,14 +82,6 @@ class PreferenceLoss(Declaration):
 
     function: Callable[..., Tensor]
     has_reference: bool = True
-
-    def settings(self, section: object) -> dict[str, Any]:
-        """Return the keyword arguments of the function; usual ones where null."""
-        values = {}
-        for setting, usual_value in self.reads.items():
-            value = getattr(section, setting.name)
-            values[setting.name] = usual_value if value is None else value
-        return values
 
 
 BETA = Setting(

@@ -6,10 +6,11 @@ The teacher is the reference role, or a server.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
-from pydantic import Field, create_model
+from pydantic import create_model
 
+from verl_ray.algorithms.declaration import fields_of_settings
 from verl_ray.algorithms.distillation import (
     DECLARED_SETTINGS,
     DIVERGENCES,
@@ -32,11 +33,7 @@ TeacherPromptName = Annotated[
     str, own_function_alone(TEACHER_PROMPTS), *FUNCTION_AS_TEXT
 ]
 
-_FIELDS: dict[str, Any] = {
-    setting.name: (setting.kind | None, Field(description=f"{setting.meaning} {usual}"))
-    for setting in DECLARED_SETTINGS
-    for usual in ("null = the usual value of the divergence.",)
-}
+_FIELDS = fields_of_settings(DECLARED_SETTINGS, "divergence")
 _ReadByDivergences = create_model("_ReadByDivergences", __base__=Section, **_FIELDS)
 
 
@@ -54,8 +51,8 @@ class TeacherService(Section):
     token_env: str | None = None
     """Environment variable of the workers that holds a bearer token; null = none is
     sent."""
-    timeout_s: PositiveFloat = 300.0
-    """Longest time of one request, which is about one row."""
+    timeout_s: PositiveFloat = 240.0
+    """Longest time of one request, which is about one row, with its repetitions."""
     max_outage_s: PositiveFloat = 1800.0
     """Longest time to ask a server again that refuses, answers 5xx or times out as a
     whole; then the run ends."""

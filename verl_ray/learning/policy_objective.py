@@ -62,10 +62,11 @@ def _masked(values: Tensor, mask: Tensor | None) -> Tensor:
 
 @dataclass(frozen=True)
 class PolicyObjective:
-    """Policy loss, divergence from the reference, and entropy bonus.
+    """Policy loss, divergence from the reference or a teacher, and entropy bonus.
 
     Per token: policy loss + kl_coefficient * KL(policy || reference) -
-    entropy_coefficient * entropy.
+    entropy_coefficient * entropy + distill.weight * divergence from the teacher, unless
+    that is an advantage of the policy loss.
 
     Rows without `old_log_probs` are trained on-policy: the ratio is 1 and only its
     gradient matters (one update per batch makes the old log-probs equal to the fresh

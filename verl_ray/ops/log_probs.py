@@ -140,6 +140,7 @@ def _check_inputs(
     if top is not None and not 0 < top.count <= top.num_tokens:
         raise EngineError(
             f"the {top.count} most probable tokens of {top.num_tokens} were asked for"
+            " (distill.top_k)"
         )
 
 

@@ -95,7 +95,7 @@ class RemoteTeacher:
             concurrency=config.concurrency,
             requests_per_s=None,
             request_timeout_s=config.timeout_s,
-            deadline_s=config.timeout_s * _ATTEMPTS,
+            deadline_s=config.timeout_s,
             max_attempts=_ATTEMPTS,
             backoff_s=_BACKOFF_S,
             max_outage_s=config.max_outage_s,

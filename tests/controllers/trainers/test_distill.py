@@ -83,7 +83,7 @@ def mean_log_prob(model: Path, rows: Rows) -> float:
             marks=pytest.mark.slow,
         ),
         pytest.param(
-            ("backend=megatron", "distill.divergence=forward", "reference.num_ranks=2",
+            ("backend=megatron", "distill.divergence=forward", "distill.top_k=8", "reference.num_ranks=2",
              "backend.tensor_parallel=2", "actor.num_ranks=2"),
             marks=pytest.mark.slow,
         ),

@@ -8,8 +8,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Annotated, Any
 
-from pydantic import Field, create_model
+from pydantic import create_model
 
+from verl_ray.algorithms.declaration import fields_of_settings
 from verl_ray.algorithms.preference_losses import (
     BETA,
     DECLARED_SETTINGS,
@@ -33,11 +34,7 @@ PreferenceLossName = Annotated[
     str, OneOf(PREFERENCE_LOSSES, own_function_of(PREFERENCE_LOSSES)), *FUNCTION_AS_TEXT
 ]
 
-_FIELDS: dict[str, Any] = {
-    setting.name: (setting.kind | None, Field(description=f"{setting.meaning} {usual}"))
-    for setting in DECLARED_SETTINGS
-    for usual in ("null = the usual value of the loss.",)
-}
+_FIELDS = fields_of_settings(DECLARED_SETTINGS, "loss")
 _ReadByLosses = create_model("_ReadByLosses", __base__=PairsConfig, **_FIELDS)
 
 
