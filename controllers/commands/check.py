@@ -39,7 +39,7 @@ from verl_ray.preflight.data_files import DataFile, DataFindings, examine_data
 from verl_ray.preflight.environment_trial import EnvironmentTrials, try_environments
 from verl_ray.preflight.facts import facts_here
 from verl_ray.preflight.findings import Findings, preflight
-from verl_ray.preflight.function_trial import try_functions
+from verl_ray.preflight.function_trial import section_of_functions, try_functions
 from verl_ray.preflight.machine import Machine, machine_in_words, machine_of
 from verl_ray.preflight.memory_plan import memory_plan
 from verl_ray.preflight.model_directories import model_problems
@@ -75,7 +75,7 @@ class TrialResults:
         components: The trials of the components of a mixed reward.
         environments: The trials of the environments of episodes.
         teacher: The trial of the function that writes a teacher's prompts.
-        functions: The trials of the user's functions of `algorithm`.
+        functions: The trials of the user's functions of `algorithm` or `preference`.
     """
 
     data: DataFindings = field(default_factory=DataFindings)
@@ -160,12 +160,14 @@ class SeenData:
             self._findings[settings_of_data] = results
 
         functions = Trials()
-        algorithm_is_wrong = any(each.key.startswith("algorithm") for each in problems)
-        if isinstance(config, RLConfig) and not evaluates and not algorithm_is_wrong:
-            settings = config.algorithm.model_dump_json()
-            if settings not in self._functions:
-                self._functions[settings] = try_functions(config.algorithm)
-            functions = self._functions[settings]
+        section = section_of_functions(config)
+        if section is not None and not evaluates:
+            name, values = section
+            settings = values.model_dump_json()
+            is_wrong = any(each.key.startswith(name) for each in problems)
+            if not is_wrong and settings not in self._functions:
+                self._functions[settings] = try_functions(name, values)
+            functions = self._functions.get(settings, functions)
         return replace(self._findings[settings_of_data], functions=functions)
 
 

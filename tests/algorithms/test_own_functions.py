@@ -17,7 +17,8 @@ from verl_ray.config.load import parse, to_tree
 from verl_ray.config.tasks.rl import RLConfig
 from verl_ray.errors import ConfigError, DataError
 from verl_ray.learning.credit import response_rewards
-from verl_ray.preflight.function_trial import try_functions
+from verl_ray.preflight.function_trial import section_of_functions, try_functions
+from verl_ray.preflight.trials import Trials
 
 OWN = '''
 import numpy as np
@@ -246,7 +247,7 @@ def test_functions_are_tried_on_four_rows_with_arguments_of_their_own(
     again = parse(to_tree(found), RLConfig)
     assert again.algorithm == found.algorithm
 
-    trials = try_functions(found.algorithm)
+    trials = try_functions("algorithm", found.algorithm)
     assert not trials.problems
     rows = {line.split()[0]: line.split()[1:] for line in trials.lines}
     values = {
@@ -271,9 +272,50 @@ def test_a_function_that_fails_on_four_rows_is_a_problem(file: Path) -> None:
         ("ends", "its process exited with status 0 on four rows"),
     ):
         own = config(f"algorithm.policy_loss={file}:{function}", *unset)
-        trials = try_functions(own.algorithm)
+        trials = try_functions("algorithm", own.algorithm)
         (problem,) = trials.problems
         assert problem.key == "algorithm.policy_loss" and words in problem.rule
+
+
+PREFERENCES = """
+def squared(pairs, *, beta):
+    return (beta * pairs.margin - 1) ** 2
+
+def root(pairs):
+    return pairs.margin.sqrt()
+"""
+
+
+@pytest.mark.processes
+def test_a_loss_of_pairs_is_tried_on_four_of_them(tmp_path: Path) -> None:
+    """The margins are 0, -0.5, 0.5 and -0.5, and beta is 2."""
+    own = tmp_path / "pairs.py"
+    own.write_text(PREFERENCES)
+    inputs = [
+        "model.path=/m",
+        "data.train_path=t.jsonl",
+        "data.validation_path=v.jsonl",
+    ]
+
+    def tried(*changes: str) -> Trials:
+        found = compose("dpo", [*inputs, *changes])
+        section = section_of_functions(found)
+        assert section is not None
+        return try_functions(*section)
+
+    lines = tried(f"preference.loss={own}:squared", "preference.beta=2").lines
+    assert lines[0] == f"preference.loss={own}:squared on four rows:"
+    numbers = {
+        " ".join(line.split()[:-4]): [float(number) for number in line.split()[-4:]]
+        for line in lines[1:]
+    }
+    assert numbers["loss"] == [1, 4, 0, 4]
+    assert numbers["gradient of chosen"] == [-4, -8, 0, -8]
+    assert numbers["gradient of rejected"] == [4, 8, 0, 8]
+
+    (problem,) = tried(f"preference.loss={own}:root").problems
+    assert problem.key == "preference.loss" and "not finite" in problem.rule
+    assert not tried().lines
 
 
 def test_a_path_is_that_of_the_folder_of_the_driver(

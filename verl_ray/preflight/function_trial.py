@@ -1,8 +1,9 @@
-"""A trial of the user's own functions of `algorithm`, on four rows.
+"""A trial of the user's own functions that learning calls, on four rows or pairs.
 
 Each function is called as a step would call it: an advantage and a shaping with the
 scores 1, 0, 0.5 and 0 of one group, a loss with advantages of 1 and -1 at ratios of 1
-and of e^0.5. What it returns is checked as in a step, and shown.
+and of e^0.5, and a loss of pairs with log ratios on both sides of the reference. What
+it returns is checked as in a step, and shown.
 
 Invariant: user's code runs in a process that is killed at its deadline, never in this
 one.
@@ -10,12 +11,16 @@ one.
 
 from __future__ import annotations
 
+import math
 import socket
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from verl_ray.algorithms.own_functions import is_own
 from verl_ray.config.algorithm import AlgorithmConfig
+from verl_ray.config.schema import Config
+from verl_ray.config.tasks.dpo import DPOConfig, PolicyPreferenceConfig
+from verl_ray.config.tasks.rl import RLConfig
 from verl_ray.errors import DataError, Problem
 from verl_ray.preflight.trials import Trials
 from verl_ray.processes.trial import Tell, run_trial, try_in_child
@@ -29,22 +34,42 @@ SCORES = (1.0, 0.0, 0.5, 0.0)
 LENGTHS = (3, 6, 2, 5)
 ADVANTAGES_OF_LOSS = (1.0, -1.0, 1.0, -1.0)
 LOG_RATIOS = (0.0, 0.0, 0.5, 0.5)
+REJECTED_LOG_RATIOS = (0.0, 0.5, 0.0, 1.0)
+LOG_PROB, TOKENS, REJECTED_TOKENS = -3.0, 3.0, 6.0
+"""Of a response by the reference, and the lengths of both responses of a pair."""
+
+_Section = AlgorithmConfig | PolicyPreferenceConfig
+
+_SECTIONS: dict[str, type[_Section]] = {
+    "algorithm": AlgorithmConfig,
+    "preference": PolicyPreferenceConfig,
+}
 
 
-def try_functions(algorithm: AlgorithmConfig) -> Trials:
-    """Try the functions of `algorithm` that are the user's own.
+def section_of_functions(config: Config) -> tuple[str, _Section] | None:
+    """Return the section that names functions, with its key; None without one."""
+    if isinstance(config, RLConfig):
+        return "algorithm", config.algorithm
+    if isinstance(config, DPOConfig):
+        return "preference", config.preference
+    return None
+
+
+def try_functions(name: str, section: _Section) -> Trials:
+    """Try the functions of a section that are the user's own.
 
     Args:
-        algorithm: The section `algorithm` of the configuration, which breaks no rule.
+        name: The key of the section.
+        section: The section, which breaks no rule.
     """
-    specs = dict(_own_functions(algorithm))
+    specs = dict(_own_functions(name, section))
     if not specs:
         return Trials()
 
     lines: list[str] = []
     problems: list[Problem] = []
     with blocking(f"trying {' and '.join(specs)} on four rows"):
-        fields = {"algorithm": algorithm.model_dump_json()}
+        fields = {"name": name, "section": section.model_dump_json()}
         messages, cause = try_in_child(__name__, fields, DEADLINE_S)
     outcomes = {message.kind: message.fields for message in messages}
     for key, spec in specs.items():
@@ -63,12 +88,14 @@ def try_functions(algorithm: AlgorithmConfig) -> Trials:
     return Trials(lines, problems)
 
 
-def _own_functions(algorithm: AlgorithmConfig) -> Iterator[tuple[str, str]]:
+def _own_functions(name: str, section: _Section) -> Iterator[tuple[str, str]]:
     """Yield the key and the spec of each function that is the user's own."""
-    for name in ("shaping", "advantage", "policy_loss"):
-        spec = getattr(algorithm, name)
+    for key in _CALLS:
+        # The settings of the other section are none of this one's.
+        owner, _, setting = key.partition(".")
+        spec = getattr(section, setting) if owner == name else None
         if spec is not None and is_own(spec):
-            yield f"algorithm.{name}", spec
+            yield key, spec
 
 
 def _table(columns: Mapping[str, list[float]]) -> Iterator[str]:
@@ -89,15 +116,11 @@ def main(connection: socket.socket) -> None:
 
 def _tried(fields: Mapping[str, Any], tell: Tell) -> dict[str, Any]:
     """Tell of each function what it makes of its rows; the result is empty."""
-    algorithm = AlgorithmConfig.model_validate_json(fields["algorithm"])
-    calls = {
-        "algorithm.shaping": _shaped,
-        "algorithm.advantage": _advantages,
-        "algorithm.policy_loss": _losses,
-    }
-    for key, _ in _own_functions(algorithm):
+    name = fields["name"]
+    section = _SECTIONS[name].model_validate_json(fields["section"])
+    for key, _ in _own_functions(name, section):
         try:
-            tell(key, calls[key](algorithm))
+            tell(key, _CALLS[key](section))
         except DataError as error:
             tell(key, {"failure": str(error)})
     return {}
@@ -169,14 +192,66 @@ def _losses(algorithm: AlgorithmConfig) -> dict[str, list[float]]:
     tokens = PolicyTokens(log_probs, old, advantages, torch.arange(len(old)))
     loss = choice.function(tokens, **choice.settings(algorithm)).loss
     (gradient,) = torch.autograd.grad(loss.sum(), log_probs)
-    if not torch.isfinite(torch.stack([loss.detach(), gradient])).all():
-        raise DataError(
-            f"{choice.name} has a loss or a gradient that is not finite:"
-            f" {loss.tolist()}, {gradient.tolist()}"
-        )
+    _require_finite(choice.name, loss.tolist(), gradient.tolist())
     return {
         "advantage": advantages.tolist(),
         "ratio": torch.tensor(LOG_RATIOS).exp().tolist(),
         "loss": loss.tolist(),
         "gradient": gradient.tolist(),
     }
+
+
+def _preference_losses(preference: PolicyPreferenceConfig) -> dict[str, list[float]]:
+    import torch
+
+    from verl_ray.algorithms.preference_losses import Pairs
+
+    def column(value: float) -> torch.Tensor:
+        return torch.full((len(LOG_RATIOS),), value, dtype=torch.float64)
+
+    chosen = (column(LOG_PROB) + torch.tensor(LOG_RATIOS)).requires_grad_()
+    rejected = (column(LOG_PROB) + torch.tensor(REJECTED_LOG_RATIOS)).requires_grad_()
+    pairs = Pairs(
+        chosen,
+        rejected,
+        column(LOG_PROB),
+        column(LOG_PROB),
+        column(TOKENS),
+        column(REJECTED_TOKENS),
+    )
+    choice = preference.declared
+    loss = choice.function(pairs, **choice.settings(preference))
+    gradients = torch.autograd.grad(
+        loss.sum(), (chosen, rejected), allow_unused=True, materialize_grads=True
+    )
+    columns = {
+        "chosen log ratio": list(LOG_RATIOS),
+        "rejected log ratio": list(REJECTED_LOG_RATIOS),
+        "loss": loss.tolist(),
+        "gradient of chosen": gradients[0].tolist(),
+        "gradient of rejected": gradients[1].tolist(),
+    }
+    _require_finite(choice.name, *list(columns.values())[2:])
+    return columns
+
+
+def _require_finite(name: str, *columns: list[float]) -> None:
+    """Refuse losses and gradients that are not finite.
+
+    Raises:
+        DataError: Some are not.
+    """
+    if not all(math.isfinite(value) for column in columns for value in column):
+        raise DataError(
+            f"{name} has a loss or a gradient that is not finite:"
+            f" {', '.join(map(str, columns))}"
+        )
+
+
+_CALLS: dict[str, Callable[[Any], dict[str, list[float]]]] = {
+    "algorithm.shaping": _shaped,
+    "algorithm.advantage": _advantages,
+    "algorithm.policy_loss": _losses,
+    "preference.loss": _preference_losses,
+}
+"""The call of each setting that may name a function of the user's."""
