@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from verl_ray.algorithms.losses import TokenLoss
 from verl_ray.algorithms.preference_losses import Pairs
-from verl_ray.config.tasks.dpo import PolicyPreferenceConfig
+from verl_ray.config.preference import PreferenceLossConfig
 from verl_ray.learning.objectives import Level, LossInputs, required
 from verl_ray.ops.outputs import RequestedOutputs, TokenOutputs
 
@@ -27,7 +27,7 @@ class PolicyPreferenceObjective:
     Rows alternate: the chosen response of a pair, then the rejected one.
     """
 
-    config: PolicyPreferenceConfig
+    config: PreferenceLossConfig
 
     level: ClassVar[Level] = "unit"
 
