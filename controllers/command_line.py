@@ -27,6 +27,11 @@ from controllers.commands.check import (
 )
 from controllers.commands.check_data import print_readings
 from controllers.commands.check_pools import parse_rates
+from controllers.commands.generation import (
+    WantedResponses,
+    in_words_of_generate,
+    overrides_of,
+)
 from controllers.commands.multirun import multirun
 from controllers.commands.usage import (
     CHECKPOINTS,
@@ -62,6 +67,9 @@ _COMMANDS_WITH_FLAGS = (
     *("export", "ledger", "play", "prove", "report", "runs", "status", "watch"),
 )
 """Commands that read flags of their own, each the `main` of its module."""
+
+MEASURING = ("evaluate", "generate")
+"""Commands that start the processes of a single evaluation."""
 
 
 class TakesConfig(Protocol):
@@ -156,7 +164,38 @@ def _run_typed(command: str, arguments: Sequence[str]) -> int:
         arguments: all arguments of `verl-ray`, the command first.
     """
     options = _parsed(command, arguments[1:])
-    settings = _compared(options) if command == "evaluate" else {}
+    if command == "generate":
+        return _generated(arguments, options)
+    return _composed_and_run(command, arguments, options)
+
+
+def _generated(arguments: Sequence[str], options: argparse.Namespace) -> int:
+    """Run `generate`, which is an evaluation on the training data."""
+    wanted = WantedResponses.from_options(options)
+    options.overrides = overrides_of(options.overrides)
+    try:
+        settings = {"wanted": wanted}
+        return _composed_and_run("generate", arguments, options, settings)
+    except ConfigError as error:
+        raise in_words_of_generate(error) from error
+
+
+def _composed_and_run(
+    command: str,
+    arguments: Sequence[str],
+    options: argparse.Namespace,
+    settings: Mapping[str, Any] | None = None,
+) -> int:
+    """Run a command with the configuration that its options and overrides name.
+
+    Args:
+        command: the command.
+        arguments: all arguments of `verl-ray`, the command first.
+        options: the options and overrides.
+        settings: what the command takes beside the configuration.
+    """
+    if command == "evaluate":
+        settings = _compared(options)
 
     # Printing and checking start nothing, so they may show the quickstart.
     root = options.config_name
@@ -168,7 +207,7 @@ def _run_typed(command: str, arguments: Sequence[str]) -> int:
             name,
             options.overrides,
             folder,
-            evaluates=command == "evaluate",
+            evaluates=command in MEASURING,
             resolved=options.resolve,
         )
 
@@ -204,7 +243,7 @@ def _run_typed(command: str, arguments: Sequence[str]) -> int:
         config_name=name,
         overrides=options.overrides,
         config_dir=folder,
-        settings=settings,
+        settings=settings or {},
     )
 
 
@@ -339,7 +378,7 @@ def _checked(
         config_name,
         overrides,
         config_dir,
-        evaluates=command == "evaluate",
+        evaluates=command in MEASURING,
         trains=command == "train",
     )
     checked = stoppable(work)

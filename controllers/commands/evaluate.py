@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import json
 import shutil
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import count
 from pathlib import Path
@@ -26,7 +26,7 @@ from controllers.run.resumption import Resumption
 from controllers.run.session import open_session
 from controllers.system.build import restart_lost, start
 from controllers.system.plan import ClusterShape, facts_on
-from controllers.trainers.base import read_data, task_of
+from controllers.trainers.base import Trainable, read_data, task_of
 from controllers.watch.held_out_measures import Evaluation
 from verl_ray.algorithms.intervals import Interval
 from verl_ray.checkpoint.manifest import Checkpoint
@@ -126,16 +126,47 @@ def evaluation_of(requested: Config) -> Evaluated:
     return evaluated
 
 
+@dataclass(frozen=True)
+class Begun:
+    """A model that is ready to be measured.
+
+    Attributes:
+        config: The configuration without `auto`.
+        trainer: The trainer, which has published the model.
+    """
+
+    config: Config
+    trainer: Trainable
+
+
 def _measured(requested: Config, chosen: Sequence[Candidate]) -> Iterator[Evaluated]:
     """Measure models one after another on the same processes; yield each as it is done.
+
+    The arguments are the first ones of `measuring`.
+    """
+    # A mistake in the data is reported before any process starts.
+    data = read_data(requested, trains=False)
+    folders: set[str] = set()
+    with measuring(requested, chosen, data) as begin:
+        for candidate in chosen:
+            begun = begin(candidate)
+            evaluation = begun.trainer.evaluate()
+            # The responses are read from the processes, which end with this block.
+            name = _folder_name(candidate.step, folders)
+            yield _write(begun.config, candidate, evaluation, name)
+
+
+@contextlib.contextmanager
+def measuring(
+    requested: Config, chosen: Sequence[Candidate], data: Any
+) -> Iterator[Callable[[Candidate], Begun]]:
+    """Start the processes of an evaluation, and yield what puts a model into them.
 
     Args:
         requested: The configuration as the user gave it.
         chosen: The models. The base model can only be the first.
+        data: What the task has read.
     """
-    # A mistake in the data is reported before any process starts.
-    data = read_data(requested, trains=False)
-
     shown = live_block(requested.run.name, enabled=requested.tracking.console)
     with shown, open_session(requested) as session:
         # Only the roles that an evaluation needs are planned and started.
@@ -159,20 +190,19 @@ def _measured(requested: Config, chosen: Sequence[Candidate]) -> Iterator[Evalua
             learns=False,
             may_restart=policy.may_restart,
         ) as system:
-            folders: set[str] = set()
-            for number, candidate in enumerate(chosen):
+
+            def begin(candidate: Candidate) -> Begun:
                 # The processes stay; what they hold is replaced as at a resume.
-                if number:
+                if candidate is not chosen[0]:
                     restart_lost(config, system)
                 trainer = task.make_trainer(data, system)
                 if candidate.checkpoint is not None:
                     role = config.evaluated_role
                     load_model(candidate.checkpoint, trainer, role)
                 trainer.begin(candidate.step)
-                evaluation = trainer.evaluate()
-                # The responses are read from the processes, which end with this block.
-                name = _folder_name(candidate.step, folders)
-                yield _write(config, candidate, evaluation, name)
+                return Begun(config, trainer)
+
+            yield begin
 
 
 def _folder_name(step: int, used: set[str]) -> str:

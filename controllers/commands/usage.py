@@ -11,6 +11,7 @@ import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from controllers.commands.generation import add_options
 from controllers.compose.listing import WIDTH, formatted_choices, groups, root_configs
 from verl_ray.preflight.machine import EXAMPLE, GPUS
 from verl_ray.rollout.vllm_core import installed_version
@@ -55,6 +56,7 @@ usage: verl-ray <command> {OPTIONS} [overrides]
 commands:
   train     train a model
   evaluate  measure a model on held-out problems or pairs
+  generate  write responses to prompts to a data file
   check     validate a configuration, its data and its rewards; nothing starts
   prove     show whether a model is computed as its family's own code does
   play      play an episode of an environment, or watch a model play it
@@ -116,6 +118,26 @@ examples:
       --checkpoints base all
 """,
     ),
+    "generate": CommandHelp(
+        about=(
+            "Write responses to the prompts of data.train_path to a data file:"
+            " rollout.group_size of each, sampled as a run's rollouts are"
+            " (rollout.temperature, rollout.max_response_tokens, run.seed) by the model"
+            " of model.path or the checkpoint of run.resume, and scored by the section"
+            " reward. Records are read as they are by --config-name sft and grpo, with"
+            " --keep pairs by dpo and reward_model. A stopped command goes on where it"
+            " was, and evaluation.num_prompts=N takes the first N prompts."
+        ),
+        examples="""\
+examples:
+  verl-ray generate --output answers.jsonl --config-name grpo \\
+      model.path=/models/qwen3 data.train_path=problems.jsonl
+  verl-ray generate --output right.jsonl --keep best --min-score 1 \\
+      --config-name grpo model.path=/models/qwen3 data.train_path=problems.jsonl
+  verl-ray generate --output pairs.jsonl --keep pairs --config-dir outputs/first \\
+      --config-name config run.resume=auto
+""",
+    ),
     "check": CommandHelp(
         about=(
             "Validate a configuration without starting anything. Reads the data and"
@@ -145,11 +167,12 @@ def parser_of(command: str) -> argparse.ArgumentParser:
     """Return the parser of a command that takes overrides."""
     command_help = HELP[command]
 
+    own = "--output FILE " if command == "generate" else ""
     # Raw text keeps the columns of choices, and an abbreviation would turn a misspelt
     # option into another one.
     parser = argparse.ArgumentParser(
         prog=f"verl-ray {command}",
-        usage=f"verl-ray {command} {OPTIONS} [--multirun] [overrides]",
+        usage=f"verl-ray {command} {own}{OPTIONS} [--multirun] [overrides]",
         description=textwrap.fill(command_help.about, WIDTH),
         epilog=f"{_choices()}\n{command_help.examples}\n{EXIT_CODES}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -171,6 +194,8 @@ def parser_of(command: str) -> argparse.ArgumentParser:
     )
     if command == "check":
         _add_checking(parser)
+    if command == "generate":
+        add_options(parser)
     if command == "evaluate":
         parser.add_argument(
             CHECKPOINTS,

@@ -29,6 +29,8 @@ TRAINING = "train"
 """Purpose of rollouts to learn from. The purpose is part of every seed."""
 EVALUATION = "evaluate"
 """Purpose of rollouts to evaluate the policy with."""
+GENERATION = "generate"
+"""Purpose of responses that are written to a data file, graded as training is."""
 
 OUTAGES = {
     TRAINING: "timing_s/outage/reward",

@@ -77,14 +77,18 @@ class ReferenceLogProbs:
 
 def _key(role: ModelRole) -> str:
     """Return a name of what the log-probs of the same tokens depend on."""
-    model = Path(role.model.folder)
-    weights = sorted(
-        (path.name, path.stat().st_size, path.stat().st_mtime_ns)
-        for path in model.glob("*.safetensors")
-    )
+    weights = files_of_weights(role.model.folder)
     backend = role.backend
-    facts = repr((str(model), weights, backend.kind, backend.compute_dtype))
+    facts = repr((role.model.folder, weights, backend.kind, backend.compute_dtype))
     return hashlib.blake2b(facts.encode(), digest_size=4).hexdigest()
+
+
+def files_of_weights(folder: str) -> list[tuple[str, int, int]]:
+    """Return the name, size and time of each file of a model's weights."""
+    return sorted(
+        (path.name, path.stat().st_size, path.stat().st_mtime_ns)
+        for path in Path(folder).glob("*.safetensors")
+    )
 
 
 def _whole_records(path: Path) -> npt.NDArray[np.void]:

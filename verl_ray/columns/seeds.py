@@ -20,8 +20,8 @@ def row_seeds(run_seed: int, purpose: str, row_id: Int64) -> Int64:
 
     Args:
         run_seed: The seed of the run.
-        purpose: "train" or "evaluate". Rows of different purposes never share a random
-            stream.
+        purpose: "train", "evaluate" or "generate". Rows of different purposes
+            never share a random stream.
         row_id: The ids of the rows, int64 [rows].
 
     Returns:

@@ -89,6 +89,10 @@ def environment(episode_score: float) -> float:
     return episode_score
 
 
+def ungraded(response: str) -> None:
+    """Return no score."""
+
+
 BUILT_IN: Mapping[str, BuiltIn] = {
     BY_DATA_SOURCE: BuiltIn(
         by_data_source,
@@ -133,6 +137,12 @@ BUILT_IN: Mapping[str, BuiltIn] = {
     "environment": BuiltIn(
         environment,
         "what the environment of an episode paid",
+        is_accuracy=False,
+        compares=False,
+    ),
+    "ungraded": BuiltIn(
+        ungraded,
+        "no score, for `generate` and for other graders",
         is_accuracy=False,
         compares=False,
     ),

@@ -1,0 +1,369 @@
+"""The command `generate`: a file of prompts becomes a file of responses.
+
+Prompts go through the replicas piece by piece, and each piece is on the disk before the
+one after the next begins, so a stopped command goes on where it was.
+
+Invariant: a response follows from the model, its prompt, the sampling and run.seed, so
+neither the pieces nor a stop change the file, as far as the engine computes the same
+bits in every batch.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, replace
+from typing import Any
+
+import numpy as np
+
+from controllers.commands.evaluate import Begun, measuring, only_candidate
+from controllers.commands.generation import WantedResponses
+from controllers.rollouts.evaluator import HeldOutResponses
+from controllers.rollouts.graders import GENERATION
+from controllers.rollouts.production import generation_to_evaluate
+from controllers.trainers.base import read_data
+from controllers.trainers.reference import files_of_weights
+from controllers.trainers.rl import Problems, Trainer
+from controllers.watch import score_entries
+from verl_ray.algorithms.groups import best_and_worst
+from verl_ray.cluster.waiting import read
+from verl_ray.columns.batch import Int64
+from verl_ray.columns.stages import Bool, Finish, Float32, Prompts, Rollouts
+from verl_ray.config.load import to_tree
+from verl_ray.config.schema import Config
+from verl_ray.config.tasks.rl import RLConfig
+from verl_ray.data.buffer import Experience, RolloutBuffer
+from verl_ray.data.piecewise import PiecewiseFile
+from verl_ray.errors import ConfigError, Problem
+from verl_ray.ops.outputs import TopTokens
+from verl_ray.profiling.phases import Timers, phase
+from verl_ray.rewards.shaping import response_scores
+from verl_ray.tracking.held_out_responses import HeldOutResponse
+from workers.actor import ActorWorker
+from workers.generation import Generation
+
+Record = dict[str, Any]
+
+
+def generate(config: Config, wanted: WantedResponses) -> int:
+    """Generate responses, write those that are wanted, and print how many there are.
+
+    Args:
+        config: Configuration as the user gave it, which may hold `auto`.
+        wanted: Which responses are written where.
+
+    Raises:
+        ConfigError: The task has no rollouts, or has episodes.
+    """
+    _require_responses(config)
+    assert isinstance(config, RLConfig)
+    candidate = only_candidate(config)
+    # What files can tell is told before any process starts.
+    data = read_data(config, trains=False)
+    _require_vocabulary(data, wanted)
+    generation = replace(generation_to_evaluate(config), purpose=GENERATION)
+    request = _request(config, candidate.model, data, generation, wanted)
+    file = PiecewiseFile(wanted.output, request, "--output")
+
+    with measuring(config, [candidate], data) as begin:
+        begun = begin(candidate)
+        counts = ResponseFile(begun, data, generation, wanted).write_to(file)
+
+    written, total = counts.pop("records"), counts.pop("responses")
+    others = [f"{count} {reason}" for reason, count in counts.items() if count]
+    more = f" ({', '.join(others)})" if others else ""
+    print(
+        f"{wanted.output}: {written} records of {total} new responses{more}", flush=True
+    )
+    return 0
+
+
+def _require_responses(config: Config) -> None:
+    assert isinstance(config, RLConfig), "its evaluations have a temperature"
+    if config.episodes is not None:
+        rule = "generate writes single responses, and episodes have several"
+        fix = "Leave the environments out; evaluate writes episodes."
+        raise ConfigError([Problem("agent.environments", "...", rule, fix)])
+
+
+def _require_vocabulary(data: Problems, wanted: WantedResponses) -> None:
+    vocabulary = len(data.tokenizer)
+    if wanted.top_log_probs > vocabulary:
+        rule = f"the tokenizer of the model has {vocabulary} tokens"
+        fix = "Use a smaller number."
+        raise ConfigError([Problem("--top-logprobs", wanted.top_log_probs, rule, fix)])
+
+
+def _request(
+    config: RLConfig,
+    model: str,
+    data: Problems,
+    generation: Generation,
+    wanted: WantedResponses,
+) -> dict[str, Any]:
+    """Return all that the contents of the file follow from."""
+    assert data.held_out is not None
+    return {
+        "model": model,
+        "weights": files_of_weights(config.actor.model.folder),
+        "prompts": _digest(data.held_out),
+        **asdict(generation),
+        "data.prompts_per_step": config.data.prompts_per_step,
+        "reward": to_tree(config)["reward"],
+        "--keep": wanted.kept,
+        "--min-score": wanted.min_score,
+        "--with-cut": wanted.with_cut,
+        "--top-logprobs": wanted.top_log_probs,
+    }
+
+
+class ResponseFile:
+    """The responses of a model to all prompts, as the records of a file."""
+
+    def __init__(
+        self,
+        begun: Begun,
+        data: Problems,
+        generation: Generation,
+        wanted: WantedResponses,
+    ) -> None:
+        """Take the model, the prompts, and what is wanted of its responses."""
+        assert isinstance(begun.config, RLConfig)
+        assert isinstance(begun.trainer, Trainer)
+        assert data.held_out is not None
+        self.config = begun.config
+        self.trainer = begun.trainer
+        self.tokenizer = data.tokenizer
+        self.generation = generation
+        self.wanted = wanted
+        self.counts: Counter[str] = Counter()
+
+        prompts, size = data.held_out, self.config.data.prompts_per_step
+        rows = np.arange(prompts.num_rows)
+        self.pieces = [
+            prompts.select(rows[start : start + size])
+            for start in range(0, prompts.num_rows, size)
+        ]
+
+    def write_to(self, file: PiecewiseFile) -> Counter[str]:
+        """Write all pieces that are not there; return how many responses were what."""
+        missing = [n for n in range(len(self.pieces)) if n not in file]
+        total = len(self.pieces)
+        done = total - len(missing)
+        if done:
+            print(f"{done} of {total} pieces are there; the others follow", flush=True)
+
+        with phase("generating") as progress:
+            for number, experience in self._generated(missing):
+                records = self._records(self.pieces[number], experience)
+                file.write(number, records)
+                self.counts["records"] += len(records)
+                done += 1
+                progress.reach(done, total, "pieces")
+        file.finish(total)
+        return self.counts
+
+    # --------------------------------------------------------------------- responses
+
+    def _generated(self, numbers: Sequence[int]) -> Iterator[tuple[int, Experience]]:
+        """Yield the scored responses of pieces, of which two are always in work."""
+        producer, version = self.trainer.producer, self.trainer.policy_version
+        timers = Timers()
+        buffers: dict[int, RolloutBuffer] = {}
+
+        def begin(number: int) -> None:
+            buffers[number] = RolloutBuffer(self.generation.group_size, staleness=0)
+            producer.begin(
+                self.pieces[number], self.generation, buffers[number], version
+            )
+
+        # The engines sleep while the trainer computes log-probs.
+        ahead = 0 if self.wanted.top_log_probs else 1
+        for place, number in enumerate(numbers):
+            for later in numbers[place : place + ahead + 1]:
+                if later not in buffers:
+                    begin(later)
+            ordinals = self.pieces[number].group_id
+            yield number, producer.take(ordinals, buffers[number], version, timers)
+            del buffers[number]
+
+    # ----------------------------------------------------------------------- records
+
+    def _records(self, prompts: Prompts, experience: Experience) -> list[Record]:
+        """Return the records of a piece."""
+        scores = self.trainer.shaping.weigh(response_scores(experience.scores))
+        stall_s = self.config.run.stall_s
+        responses = list(
+            HeldOutResponses(
+                experience,
+                scores.score,
+                score_entries.read_entries(experience.scores, stall_s),
+                experience.response_lengths,
+                self.tokenizer,
+                self.config,
+            )
+        )
+        is_usable = self._usable(experience, responses)
+        self.counts["responses"] += len(responses)
+        self.counts["without a score"] += int((is_usable & ~scores.ok).sum())
+        score = np.where(scores.ok & is_usable, scores.score, np.nan)
+
+        prompt_records = _prompt_records(prompts)
+        if self.wanted.kept == "pairs":
+            return self._pairs(prompt_records, responses, score)
+        rows = self._chosen(score, is_usable)
+        group_size = self.generation.group_size
+        records = [
+            prompt_records[row // group_size] | _response_record(responses[row])
+            for row in rows.tolist()
+        ]
+        if self.wanted.top_log_probs and records:
+            self._add_top_log_probs(experience.select(rows), records)
+        return records
+
+    def _usable(
+        self, experience: Experience, responses: Sequence[HeldOutResponse]
+    ) -> Bool:
+        """Return which responses have ended by themselves with a text, bool [rows]."""
+        finish = experience.rollouts.row("finish")
+        is_left_out = {
+            "given up": finish == Finish.ABORTED,
+            "cut": (finish == Finish.LENGTH) & (not self.wanted.with_cut),
+            "empty": np.array([not each.response.strip() for each in responses]),
+        }
+        is_usable = np.ones(len(responses), np.bool_)
+        for reason, applies in is_left_out.items():
+            self.counts[reason] += int((is_usable & applies).sum())
+            is_usable &= ~applies
+        return is_usable
+
+    def _chosen(self, score: Float32, is_usable: Bool) -> Int64:
+        """Return the rows of the responses that are written."""
+        if self.wanted.kept == "best":
+            best, _ = best_and_worst(score, self.generation.group_size)
+            rows = best[best >= 0]
+        else:
+            rows = np.flatnonzero(is_usable)
+        if self.wanted.min_score is None:
+            return rows
+        # A response without a score is none that is good enough.
+        is_good = score[rows] >= self.wanted.min_score
+        self.counts["below --min-score"] += int((~is_good).sum())
+        return rows[is_good]
+
+    def _pairs(
+        self,
+        prompt_records: Sequence[Record],
+        responses: Sequence[HeldOutResponse],
+        score: Float32,
+    ) -> list[Record]:
+        """Return a record for each prompt whose responses differ in score and text."""
+        lowest = self.wanted.min_score
+        places = best_and_worst(score, self.generation.group_size)
+        records = []
+        for prompt, best, worst in zip(prompt_records, *places, strict=True):
+            better, worse = responses[best], responses[worst]
+            margin = float(score[best] - score[worst])
+            if best < 0 or not margin > 0 or better.response == worse.response:
+                self.counts["prompts without a pair"] += 1
+            elif lowest is not None and better.score < lowest:
+                self.counts["pairs below --min-score"] += 1
+            else:
+                pair = {
+                    "chosen": better.response,
+                    "rejected": worse.response,
+                    "margin": margin,
+                    "chosen_score": better.score,
+                    "rejected_score": worse.score,
+                }
+                records.append(prompt | pair)
+        return records
+
+    def _add_top_log_probs(self, chosen: Experience, records: Sequence[Record]) -> None:
+        """Add the tokens of each row, and what the model says in their places.
+
+        Log-probs are those at temperature 1, by the trainer's forward pass. Engines
+        sleep meanwhile, and have the weights again after it.
+        """
+        trainer, stall_s = self.trainer, self.config.run.stall_s
+        trainer.replicas.free_devices()
+        trainer.replicas.device_sharing.switch_to("training")
+        top = TopTokens(self.wanted.top_log_probs, len(self.tokenizer))
+        call = trainer.system.actor.scatter(
+            ActorWorker.compute_reference_log_probs,
+            chosen.rollouts,
+            1.0,
+            False,
+            top,
+        )
+        with phase("computing log-probs"):
+            log_probs = read(call.result(), stall_s)
+        trainer.publish(trainer.policy_version)
+
+        rows: Rollouts = read(chosen.rollouts, stall_s)
+        top_tokens, top_log_probs = log_probs.top_tokens, log_probs.top_log_probs
+        assert top_tokens is not None and top_log_probs is not None
+        # As text, seven more digits of each would be noise.
+        numbers = top_log_probs.astype(np.float64).round(6)
+        starts = rows.offsets[:-1] + rows.prompt_length
+        for number, record in enumerate(records):
+            first, start, end = (
+                rows.offsets[number],
+                starts[number],
+                rows.offsets[number + 1],
+            )
+            record |= {
+                "prompt_tokens": rows.tokens[first:start].tolist(),
+                "response_tokens": rows.tokens[start:end].tolist(),
+                "top_tokens": top_tokens[start:end].tolist(),
+                "top_log_probs": numbers[start:end].tolist(),
+            }
+
+
+def _response_record(response: HeldOutResponse) -> Record:
+    """Return the fields of a response in its record."""
+    record: Record = {"response": response.response}
+    if response.entries:
+        record["entries"] = response.entries
+    score = None if np.isnan(response.score) else response.score
+    more = {"score": score, "finish": response.finish, "member": response.member}
+    return record | more
+
+
+def _prompt_records(prompts: Prompts) -> list[Record]:
+    """Return the fields of each prompt, as its record has them."""
+    arguments = prompts.template_arguments
+    own = [""] * prompts.num_rows if arguments is None else arguments.texts()
+    columns = zip(
+        prompts.messages.texts(),
+        prompts.has_answer.tolist(),
+        prompts.answer.texts(),
+        prompts.data_source.texts(),
+        prompts.extra.texts(),
+        own,
+        strict=True,
+    )
+    records = []
+    for messages, has_answer, answer, data_source, extra, template in columns:
+        record: Record = {"prompt": json.loads(messages), "data_source": data_source}
+        if has_answer:
+            record["answer"] = answer
+        if fields := json.loads(extra or "{}"):
+            record["extra"] = fields
+        if fields := json.loads(template or "{}"):
+            record["chat_template_kwargs"] = fields
+        records.append(record)
+    return records
+
+
+def _digest(prompts: Prompts) -> str:
+    """Return a digest of everything in the prompts."""
+    content = hashlib.blake2b(prompts.offsets.tobytes(), digest_size=16)
+    content.update(prompts.tokens.tobytes())
+    for texts in (prompts.messages, prompts.data_source, prompts.answer, prompts.extra):
+        content.update(texts.offsets.tobytes())
+        content.update(texts.values.tobytes())
+    return content.hexdigest()

@@ -1,0 +1,166 @@
+"""What `verl-ray generate` is asked for beside its configuration.
+
+Invariant: this module is light, since the command line imports it. Responses are those
+of an evaluation on the training data, sampled as a run's rollouts are.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Literal
+
+from verl_ray.errors import ConfigError, Problem
+
+SUFFIXES = (".jsonl", ".parquet")
+"""Formats of the file, by its name."""
+
+SAME_AS_ROLLOUTS = {
+    "data.validation_path": "${data.train_path}",
+    "evaluation.group_size": "${rollout.group_size}",
+    "evaluation.temperature": "${rollout.temperature}",
+    "evaluation.top_p": "${rollout.top_p}",
+    "evaluation.top_k": "${rollout.top_k}",
+    "evaluation.functions": "null",
+    "evaluation.num_prompts": "null",
+}
+"""Settings of an evaluation, as `generate` has them unless they are typed."""
+
+_SAMPLING = ("evaluation.temperature", SAME_AS_ROLLOUTS["evaluation.temperature"])
+
+
+@dataclass(frozen=True)
+class WantedResponses:
+    """Which responses are written where.
+
+    Attributes:
+        output: The file.
+        kept: all = a record per response; best = the response of each prompt with the
+            highest score; pairs = that one and the one with the lowest.
+        min_score: The lowest score of a response that is written; None = any. Of a
+            pair it is that of the better one.
+        with_cut: Whether responses count that reached rollout.max_response_tokens.
+        top_log_probs: Number of the most probable tokens in the place of each response
+            token that are written with their log-probs; 0 for none.
+    """
+
+    output: Path
+    kept: Literal["all", "best", "pairs"] = "all"
+    min_score: float | None = None
+    with_cut: bool = False
+    top_log_probs: int = 0
+
+    @classmethod
+    def from_options(cls, options: argparse.Namespace) -> WantedResponses:
+        """Return what the options of the command say.
+
+        Raises:
+            ConfigError: They cannot be.
+        """
+        wanted = cls(
+            Path(options.output).expanduser(),
+            options.keep,
+            options.min_score,
+            options.with_cut,
+            options.top_logprobs,
+        )
+        problems = list(wanted._problems())
+        if options.multirun:
+            rule = "starts several runs, and all of them would write one file"
+            fix = "Leave it out, and type one command for each file."
+            problems.append(Problem("--multirun", True, rule, fix))
+        if problems:
+            raise ConfigError(problems)
+        return wanted
+
+    def _problems(self) -> Iterator[Problem]:
+        output = str(self.output)
+        if self.output.suffix not in SUFFIXES:
+            rule = "the name of the file says its format"
+            fix = f"Let it end in {' or '.join(SUFFIXES)}."
+            yield Problem("--output", output, rule, fix)
+        elif self.output.exists():
+            rule = "there is such a file"
+            fix = "Name another one, or remove it."
+            yield Problem("--output", output, rule, fix)
+
+        if self.top_log_probs < 0:
+            rule = "it is a number of tokens"
+            yield Problem("--top-logprobs", self.top_log_probs, rule, "Use 32.")
+        if self.top_log_probs and self.kept == "pairs":
+            rule = "a distillation reads single responses"
+            fix = "Leave it out, or use --keep all or best."
+            yield Problem("--top-logprobs", self.top_log_probs, rule, fix)
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options that only `generate` has."""
+    parser.add_argument(
+        "--output",
+        required=True,
+        metavar="FILE",
+        help=f"the data file to write, {' or '.join(SUFFIXES)}",
+    )
+    parser.add_argument(
+        "--keep",
+        choices=("all", "best", "pairs"),
+        default="all",
+        help="all = a record per response (the default); best = the response of each"
+        " prompt with the highest score; pairs = that one and the one with the lowest,"
+        " as chosen and rejected",
+    )
+    parser.add_argument(
+        "--min-score",
+        type=float,
+        metavar="X",
+        help="leave out responses with a lower score (rejection sampling); of a pair,"
+        " the score of the chosen one",
+    )
+    parser.add_argument(
+        "--with-cut",
+        action="store_true",
+        help="also responses that rollout.max_response_tokens has cut",
+    )
+    parser.add_argument(
+        "--top-logprobs",
+        type=int,
+        default=0,
+        metavar="K",
+        help="also the tokens, and the K most probable ones in the place of each with"
+        " their log-probs, from which sft.divergence learns",
+    )
+
+
+def overrides_of(typed: Sequence[str]) -> list[str]:
+    """Return the user's overrides, and those that make an evaluation of them.
+
+    Raises:
+        ConfigError: A setting is typed that has no use.
+    """
+    keys = {text.partition("=")[0].lstrip("+") for text in typed}
+    if "data.validation_path" in keys:
+        rule = "responses are generated to the prompts of data.train_path"
+        fix = "Use data.train_path."
+        raise ConfigError([Problem("data.validation_path", None, rule, fix)])
+    usual = {key: value for key, value in SAME_AS_ROLLOUTS.items() if key not in keys}
+    return [*typed, *(f"{key}={value}" for key, value in usual.items())]
+
+
+def in_words_of_generate(error: ConfigError) -> ConfigError:
+    """Return the problems of an evaluation as those of the command that was typed."""
+    for problem in error.problems:
+        # No user types this one, so it is the task that has no such key.
+        if (problem.key, problem.value) == _SAMPLING:
+            rule = "this task generates no responses"
+            fix = "Use --config-name grpo, or a configuration of such a run."
+            return ConfigError([Problem("--config-name", "?", rule, fix)])
+
+    problems: dict[str, Problem] = {}
+    for problem in error.problems:
+        if problem.key == "data.validation_path":
+            problem = replace(problem, key="data.train_path")
+        # Both settings name the same files.
+        problems.setdefault(str(problem), problem)
+    return ConfigError(list(problems.values()))
