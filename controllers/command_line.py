@@ -28,7 +28,7 @@ from controllers.commands.check import (
 from controllers.commands.check_data import print_readings
 from controllers.commands.check_pools import parse_rates
 from controllers.commands.generation import (
-    WantedResponses,
+    ResponseSelection,
     in_words_of_generate,
     overrides_of,
 )
@@ -166,15 +166,16 @@ def _run_typed(command: str, arguments: Sequence[str]) -> int:
     options = _parsed(command, arguments[1:])
     if command == "generate":
         return _generated(arguments, options)
-    return _composed_and_run(command, arguments, options)
+    settings = _compared(options) if command == "evaluate" else {}
+    return _composed_and_run(command, arguments, options, settings)
 
 
 def _generated(arguments: Sequence[str], options: argparse.Namespace) -> int:
     """Run `generate`, which is an evaluation on the training data."""
-    wanted = WantedResponses.from_options(options)
-    options.overrides = overrides_of(options.overrides)
+    selection = ResponseSelection.from_options(options)
+    options.overrides = overrides_of(options.overrides, selection)
     try:
-        settings = {"wanted": wanted}
+        settings = {"selection": selection}
         return _composed_and_run("generate", arguments, options, settings)
     except ConfigError as error:
         raise in_words_of_generate(error) from error
@@ -184,21 +185,17 @@ def _composed_and_run(
     command: str,
     arguments: Sequence[str],
     options: argparse.Namespace,
-    settings: Mapping[str, Any] | None = None,
+    settings: Mapping[str, Any],
 ) -> int:
     """Run a command with the configuration that its options and overrides name.
 
     Args:
         command: the command.
         arguments: all arguments of `verl-ray`, the command first.
-        options: the options and overrides.
         settings: what the command takes beside the configuration.
     """
-    if command == "evaluate":
-        settings = _compared(options)
-
-    # Printing and checking start nothing, so they may show the quickstart.
     root = options.config_name
+    # Printing and checking start nothing, so they may show the quickstart.
     if root is None and command != "check" and options.cfg is None:
         raise ConfigError([_unnamed_root(command)])
     name, folder = named_root(root or "quickstart", options.config_dir)
@@ -212,9 +209,9 @@ def _composed_and_run(
         )
 
     # Only `check` can leave the data out, and ask about another machine.
-    is_check = command == "check"
-    reads_data = not is_check or options.data == "on"
-    described = parse_machine(options.machine) if is_check and options.machine else None
+    reads_data = getattr(options, "data", "on") == "on"
+    machine = getattr(options, "machine", None)
+    described = parse_machine(machine) if machine else None
     if options.multirun:
         _collect_garbage_again()
         return multirun(
@@ -243,7 +240,7 @@ def _composed_and_run(
         config_name=name,
         overrides=options.overrides,
         config_dir=folder,
-        settings=settings or {},
+        settings=settings,
     )
 
 

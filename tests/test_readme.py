@@ -61,6 +61,7 @@ SHORTER = {
     "verl-ray train --config-name word_problems": f"{FEW} {PREPARED} {QUIET}",
     "verl-ray train --config-name agent_quickstart": f"{FEW} {PREPARED} {QUIET}",
     "verl-ray train --config-name sft": f"{QUIET} run.total_steps=2 run.threads_per_rank=1",
+    "verl-ray generate": "evaluation.num_prompts=5 run.threads_per_rank=1",
     "verl-ray evaluate": "evaluation.num_prompts=5 run.threads_per_rank=1",
     "ray job submit": f"{FEW} {PREPARED}",
 }

@@ -30,7 +30,12 @@ SHOWN_SOURCES = 3
 """Data sources that are shown of those which a function scores alike."""
 
 _QUANTILES = {"min": 0.0, "median": 0.5, "99 %": 0.99, "max": 1.0}
-_UNITS = {"prompt": "prompt", "supervised": "row", "preference": "row"}
+_UNITS = {
+    "prompt": "prompt",
+    "supervised": "row",
+    "preference": "row",
+    "teacher": "row",
+}
 
 
 def print_readings(files: Sequence[DataFile], stream: TextIO) -> None:

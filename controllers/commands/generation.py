@@ -1,4 +1,4 @@
-"""What `verl-ray generate` is asked for beside its configuration.
+"""Options of `verl-ray generate`, and the overrides that they stand for.
 
 Invariant: this module is light, since the command line imports it. Responses are those
 of an evaluation on the training data, sampled as a run's rollouts are.
@@ -28,52 +28,61 @@ SAME_AS_ROLLOUTS = {
 }
 """Settings of an evaluation, as `generate` has them unless they are typed."""
 
+_UNGRADED = {
+    "reward.functions": "{default: ungraded}",
+    "reward.max_failed_fraction": "1.0",
+}
+"""Settings with which no response has a score."""
+
 _SAMPLING = ("evaluation.temperature", SAME_AS_ROLLOUTS["evaluation.temperature"])
 
 
 @dataclass(frozen=True)
-class WantedResponses:
-    """Which responses are written where.
+class ResponseSelection:
+    """A choice of the responses that are written, and their file.
 
     Attributes:
         output: The file.
-        kept: all = a record per response; best = the response of each prompt with the
+        choice: all = a record per response; best = the response of each prompt with the
             highest score; pairs = that one and the one with the lowest.
         min_score: The lowest score of a response that is written; None = any. Of a
             pair it is that of the better one.
         with_cut: Whether responses count that reached rollout.max_response_tokens.
+        is_graded: Whether responses are scored.
         top_log_probs: Number of the most probable tokens in the place of each response
             token that are written with their log-probs; 0 for none.
     """
 
     output: Path
-    kept: Literal["all", "best", "pairs"] = "all"
+    choice: Literal["all", "best", "pairs"] = "all"
     min_score: float | None = None
     with_cut: bool = False
+    is_graded: bool = True
     top_log_probs: int = 0
 
     @classmethod
-    def from_options(cls, options: argparse.Namespace) -> WantedResponses:
+    def from_options(cls, options: argparse.Namespace) -> ResponseSelection:
         """Return what the options of the command say.
 
         Raises:
             ConfigError: They cannot be.
         """
-        wanted = cls(
+        selection = cls(
             Path(options.output).expanduser(),
             options.keep,
             options.min_score,
             options.with_cut,
+            not options.ungraded,
             options.top_logprobs,
         )
-        problems = list(wanted._problems())
+        problems = list(selection._problems())
         if options.multirun:
             rule = "starts several runs, and all of them would write one file"
             fix = "Leave it out, and type one command for each file."
             problems.append(Problem("--multirun", True, rule, fix))
         if problems:
             raise ConfigError(problems)
-        return wanted
+        return selection
 
     def _problems(self) -> Iterator[Problem]:
         output = str(self.output)
@@ -86,10 +95,14 @@ class WantedResponses:
             fix = "Name another one, or remove it."
             yield Problem("--output", output, rule, fix)
 
+        if not self.is_graded and (self.choice != "all" or self.min_score is not None):
+            rule = "--keep and --min-score choose by scores"
+            fix = "Leave it out, or use --keep all without --min-score."
+            yield Problem("--ungraded", True, rule, fix)
         if self.top_log_probs < 0:
             rule = "it is a number of tokens"
             yield Problem("--top-logprobs", self.top_log_probs, rule, "Use 32.")
-        if self.top_log_probs and self.kept == "pairs":
+        if self.top_log_probs and self.choice == "pairs":
             rule = "a distillation reads single responses"
             fix = "Leave it out, or use --keep all or best."
             yield Problem("--top-logprobs", self.top_log_probs, rule, fix)
@@ -124,6 +137,11 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help="also responses that rollout.max_response_tokens has cut",
     )
     parser.add_argument(
+        "--ungraded",
+        action="store_true",
+        help="score nothing: for prompts without answers",
+    )
+    parser.add_argument(
         "--top-logprobs",
         type=int,
         default=0,
@@ -133,8 +151,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def overrides_of(typed: Sequence[str]) -> list[str]:
+def overrides_of(typed: Sequence[str], selection: ResponseSelection) -> list[str]:
     """Return the user's overrides, and those that make an evaluation of them.
+
+    Args:
+        typed: The user's overrides.
+        selection: What the options say.
 
     Raises:
         ConfigError: A setting is typed that has no use.
@@ -145,6 +167,8 @@ def overrides_of(typed: Sequence[str]) -> list[str]:
         fix = "Use data.train_path."
         raise ConfigError([Problem("data.validation_path", None, rule, fix)])
     usual = {key: value for key, value in SAME_AS_ROLLOUTS.items() if key not in keys}
+    if not selection.is_graded:
+        usual |= _UNGRADED
     return [*typed, *(f"{key}={value}" for key, value in usual.items())]
 
 

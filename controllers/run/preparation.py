@@ -35,6 +35,7 @@ from verl_ray.config.rollout_task import RolloutTaskConfig
 from verl_ray.config.run import RunConfig
 from verl_ray.config.schema import Config
 from verl_ray.config.tasks.sft import (
+    LIKELIHOOD,
     SFTConfig,
     SupervisedConfig,
     SupervisedEvaluationConfig,
@@ -337,13 +338,13 @@ def supervised_job(
         expert_bias_update=config.actor.expert_bias_update,
     )
 
-    max_prompt_tokens = config.data.max_prompt_tokens
-    max_response_tokens = config.rollout.max_response_tokens
-    supervised = SupervisedConfig(
-        batch_size=warm.batch_size,
-        max_tokens=max_prompt_tokens + max_response_tokens,
-        stop_at_accuracy=None,
-    )
+    max_tokens = config.data.max_prompt_tokens + config.rollout.max_response_tokens
+    supervised = {
+        "batch_size": warm.batch_size,
+        "max_tokens": max_tokens,
+        "stop_at_accuracy": None,
+        **LIKELIHOOD,
+    }
 
     return SFTConfig(
         task="sft",
@@ -352,7 +353,7 @@ def supervised_job(
         model=model,
         data=data,
         actor=actor,
-        sft=supervised,
+        sft=SupervisedConfig.model_validate(supervised),
         evaluation=SupervisedEvaluationConfig(num_prompts=None),
         tracking=config.tracking,
     )

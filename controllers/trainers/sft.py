@@ -18,8 +18,10 @@ from controllers.watch.measures import Metrics
 from controllers.watch.memory import MemoryRecord
 from verl_ray.cluster.group import WorkerGroup
 from verl_ray.config.data import DataSet
+from verl_ray.config.distill import TeacherFileConfig
 from verl_ray.config.tasks.sft import SFTConfig
 from verl_ray.data.conversations import SupervisedSource
+from verl_ray.data.teacher_rows import TeacherSource
 from verl_ray.data.tokenizers import policy_tokenizer
 from verl_ray.learning.objectives import SupervisedObjective
 from verl_ray.tracking.comparison import LOSS, PERPLEXITY, perplexity_of
@@ -40,17 +42,19 @@ class SFTTrainer(SupervisedTrainer[ActorWorker]):
         max_skipped_steps: int,
         stop_at_accuracy: float | None = None,
         memory: MemoryRecord | None = None,
+        teacher: TeacherFileConfig | None = None,
     ) -> None:
         """Take the actor and its rows; see `SupervisedTrainer`.
 
         Args:
             stop_at_accuracy: Greedy accuracy at which training is finished; None trains
                 for all steps.
+            teacher: How it learns from a teacher, if rows have what one says.
         """
         super().__init__(
             "actor",
             actor,
-            SupervisedObjective(),
+            SupervisedObjective(teacher),
             examples,
             batch_size,
             max_skipped_steps,
@@ -101,9 +105,19 @@ class SFTTask(SupervisedTask[SFTConfig]):
 
     def source(
         self, data_sets: Sequence[DataSet], *, may_stream: bool
-    ) -> SupervisedSource:
-        """Read the demonstrations of some data sets."""
+    ) -> SupervisedSource | TeacherSource:
+        """Read the demonstrations of some data sets, or a teacher's responses."""
         config = self.config
+        if config.sft.num_top:
+            return TeacherSource(
+                data_sets,
+                policy_tokenizer(config),
+                config.data,
+                max_tokens=config.sft.max_tokens,
+                top_k=config.sft.num_top,
+                seed=config.run.seed,
+                may_stream=may_stream,
+            )
         return SupervisedSource(
             data_sets,
             policy_tokenizer(config),
@@ -128,4 +142,5 @@ class SFTTask(SupervisedTask[SFTConfig]):
             max_skipped_steps=config.run.max_skipped_steps,
             stop_at_accuracy=config.sft.stop_at_accuracy,
             memory=self.memory_record(data, system),
+            teacher=config.sft,
         )

@@ -16,6 +16,7 @@ from scripts.configuration import compose
 from verl_ray.config.load import known_keys, parse, to_tree, with_changes
 from verl_ray.config.renamed import ADDED, RENAMED, migrated
 from verl_ray.config.tasks.rl import RLConfig
+from verl_ray.config.tasks.sft import SFTConfig
 from verl_ray.errors import ConfigError, Problem
 from verl_ray.settings.section import value_of
 
@@ -84,9 +85,8 @@ def test_a_key_that_was_renamed_leads_to_the_new_one() -> None:
         "rollout.health.stall_s",
         "rollout.health.stall_s is now run.stall_s.",
     )
-    assert {*RENAMED.values(), *ADDED} <= set(known_keys(RLConfig)) and not set(
-        RENAMED
-    ) & set(known_keys(RLConfig))
+    known = {*known_keys(RLConfig), *known_keys(SFTConfig)}
+    assert {*RENAMED.values(), *ADDED} <= known and not set(RENAMED) & known
 
 
 def test_an_earlier_configuration_is_renewed() -> None:

@@ -39,6 +39,22 @@ class TeacherDivergence(DeclarationWithUsualValues):
 
     function: Callable[..., Tensor] | None
 
+    def over_candidates(
+        self, student: Tensor, teacher: Tensor, section: object
+    ) -> Tensor:
+        """Return the divergence over some tokens and all others, float32 [tokens].
+
+        Args:
+            student: Log-probs of the student, float32 [tokens, candidates].
+            teacher: Those of the teacher.
+            section: The section of the configuration that has its settings.
+        """
+        assert self.function is not None, "others compare the sampled token alone"
+        divergence: Tensor = self.function(
+            *with_tail(student, teacher), **self.settings(section)
+        )
+        return divergence
+
 
 BETA = Setting(
     "beta",

@@ -28,8 +28,9 @@ from verl_ray.suggest import did_you_mean
 
 SpecialTokens = Literal["refuse", "escape", "allow"]
 
-RecordKind = Literal["prompt", "supervised", "preference"]
-"""What a record is for: reinforcement learning, imitation, or comparison."""
+RecordKind = Literal["prompt", "supervised", "preference", "teacher"]
+"""What a record is for: reinforcement learning, imitation, comparison, or
+distillation."""
 
 FIELDS_OF_KIND: Mapping[RecordKind, frozenset[str]] = {
     "prompt": frozenset(
@@ -41,6 +42,8 @@ FIELDS_OF_KIND: Mapping[RecordKind, frozenset[str]] = {
     "preference": frozenset(
         ("prompt", "input", "chosen", "rejected", "margin", "system")
     ),
+    # Files that `generate` has written have one form.
+    "teacher": frozenset(),
 }
 """Our fields, which `columns` may name the columns of. `input` stands behind the
 prompt, and `system` before it."""
@@ -258,6 +261,7 @@ class RowFormat:
         preference: Settings of the files where the records are pairs, else None.
         margin: Margin of every pair, or "record" for one in each record; None where no
             loss reads one.
+        top_k: A teacher's most probable tokens in the place of each; 0 for none.
     """
 
     kind: RecordKind
@@ -265,6 +269,7 @@ class RowFormat:
     max_tokens_key: str
     preference: PreferenceDataConfig | None = None
     margin: float | Literal["record"] | None = None
+    top_k: int = 0
 
     @property
     def fields(self) -> frozenset[str]:

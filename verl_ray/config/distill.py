@@ -29,12 +29,38 @@ from verl_ray.settings.section import (
 from verl_ray.suggest import either
 
 DivergenceName = Annotated[str, OneOf(DIVERGENCES)]
+_OVER_CANDIDATES = {
+    name: each for name, each in DIVERGENCES.items() if each.function is not None
+}
+DivergenceOverCandidates = Annotated[str, OneOf(_OVER_CANDIDATES)]
 TeacherPromptName = Annotated[
     str, own_function_alone(TEACHER_PROMPTS), *FUNCTION_AS_TEXT
 ]
 
 _FIELDS = fields_of_settings(DECLARED_SETTINGS, "divergence")
 _ReadByDivergences = create_model("_ReadByDivergences", __base__=Section, **_FIELDS)
+
+
+class TeacherFileConfig(_ReadByDivergences):
+    """How the actor learns from a teacher whose log-probs are in the data."""
+
+    divergence: DivergenceOverCandidates | None
+    """Learn what a teacher says of each token of its responses, by this divergence,
+    in place of their likelihood: reverse, forward or jsd (docs/distillation.md).
+    Records are those of `generate --top-logprobs`. null = the likelihood."""
+    top_k: Positive
+    """The teacher's most probable tokens that are compared; all others are one more
+    outcome."""
+
+    @property
+    def declared(self) -> TeacherDivergence | None:
+        """The declaration of the divergence; None for the likelihood."""
+        return None if self.divergence is None else DIVERGENCES[self.divergence]
+
+    @property
+    def num_top(self) -> int:
+        """How many of the teacher's tokens rows have in each place; 0 for none."""
+        return 0 if self.divergence is None else self.top_k
 
 
 class TeacherService(Section):
@@ -114,15 +140,35 @@ def divergence_settings_are_read(
     if distill.declared.function is None:
         yield from overridden.ignored(overridden.under("distill.top_k"), reason)
 
+    yield from _unread("distill", distill, distill.declared, reason)
+
+
+def divergence_of_a_file_is_read(
+    sft: TeacherFileConfig, overridden: OverriddenKeys
+) -> Iterator[Problem]:
+    """Yield a problem for each setting of a divergence that is not read."""
+    reason = f"sft.divergence={sft.divergence or 'null'} does not use it"
+    if sft.divergence is None:
+        yield from overridden.ignored(overridden.under("sft.top_k"), reason)
+    yield from _unread("sft", sft, sft.declared, reason)
+
+
+def _unread(
+    section: str,
+    values: DistillConfig | TeacherFileConfig,
+    declared: TeacherDivergence | None,
+    reason: str,
+) -> Iterator[Problem]:
+    """Yield a problem for each setting of other divergences that is not null."""
     for setting in DECLARED_SETTINGS:
-        value = getattr(distill, setting.name)
-        if value is None or setting in distill.declared.reads:
+        value = getattr(values, setting.name)
+        if value is None or (declared is not None and setting in declared.reads):
             continue
 
         readers = [
-            f"distill.divergence={name}"
+            f"{section}.divergence={name}"
             for name, divergence in DIVERGENCES.items()
             if setting in divergence.reads
         ]
         fix = f"Set it to null, or {either(readers)}."
-        yield Problem(f"distill.{setting.name}", value, reason, fix)
+        yield Problem(f"{section}.{setting.name}", value, reason, fix)

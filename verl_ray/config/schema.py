@@ -285,6 +285,11 @@ class Config(Section):
         return None
 
     @property
+    def num_top(self) -> int:
+        """Number of a teacher's tokens that the actor compares in each place."""
+        return 0
+
+    @property
     def corrects_mismatch(self) -> bool:
         """Whether the loss is corrected for the mismatch of sampler and trainer."""
         return False

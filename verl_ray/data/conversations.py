@@ -554,14 +554,14 @@ class SupervisedSource(RowSource[SupervisedRecord, TrainingBatch]):
         `loss_weight` makes the loss the mean over all response tokens of the batch.
         """
         rows, _ = self._draw(count)
-        return _with_mean_weights(rows)
+        return with_mean_weights(rows)
 
     def all(self, limit: int | None = None) -> TrainingBatch:
         """Return the first `limit` rows in the order of the files, equally weighted.
 
         The cursor does not move.
         """
-        return _with_mean_weights(self._first_rows(limit))
+        return with_mean_weights(self._first_rows(limit))
 
     def _reading(
         self, data_set: DataSet, first: Fields, where: str
@@ -597,14 +597,14 @@ class SupervisedSource(RowSource[SupervisedRecord, TrainingBatch]):
             offsets=tokens.offsets,
             tokens=tokens.values,
             response_mask=mask,
-            # A weight depends on the batch: `_with_mean_weights` sets it.
+            # A weight depends on the batch: `with_mean_weights` sets it.
             loss_weight=np.zeros(len(records), dtype=np.float32),
         )
         skipped = {"too_long": len(records) - len(fitting)}
         return Encoded(demonstrations.select(fitting), fitting, skipped)
 
 
-def _with_mean_weights(rows: TrainingBatch) -> TrainingBatch:
+def with_mean_weights(rows: TrainingBatch) -> TrainingBatch:
     """Return the rows with the weight of a mean over all their response tokens."""
     # A batch without response tokens has a loss of 0, and no division by 0.
     num_response_tokens = int(np.count_nonzero(rows.response_mask))

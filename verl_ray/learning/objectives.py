@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
 
 from verl_ray.algorithms.losses import TokenLoss, bradley_terry, value_loss
 from verl_ray.config.algorithm import ValueLossConfig
+from verl_ray.config.distill import TeacherFileConfig
 from verl_ray.ops.outputs import RequestedOutputs, TokenOutputs
 
 # The driver makes objectives and sends them, and does without torch.
@@ -22,6 +23,9 @@ if TYPE_CHECKING:
 Level = Literal["token", "unit"]
 """What an objective has one loss for: a response token, or a unit of rows, which
 `TrainingBatch.unit` names; without that each row is one."""
+
+DISTILL_LOSS = "actor/distill_loss"
+"""Metric: the divergence from the teacher that the loss has, over its top tokens."""
 
 _OUTPUTS = (
     "log_probs",
@@ -184,7 +188,14 @@ class ValueObjective:
 
 @dataclass(frozen=True)
 class SupervisedObjective:
-    """Negative log-likelihood of the response tokens."""
+    """Negative log-likelihood of the response tokens, or divergence from a teacher.
+
+    Attributes:
+        teacher: How the candidates of rows are compared with their teacher; None: rows
+            have none.
+    """
+
+    teacher: TeacherFileConfig | None = None
 
     level: ClassVar[Level] = "token"
 
@@ -199,7 +210,16 @@ class SupervisedObjective:
             "train/loss": -log_probs.detach(),
             "train/token_accuracy": greedy.float(),
         }
-        return TokenLoss(-log_probs, metrics)
+        declared = None if self.teacher is None else self.teacher.declared
+        if declared is None:
+            return TokenLoss(-log_probs, metrics)
+
+        divergence = declared.over_candidates(
+            required(outputs.candidate_log_probs, "candidate_log_probs"),
+            required(inputs.teacher_log_probs, "teacher_log_probs"),
+            self.teacher,
+        )
+        return TokenLoss(divergence, metrics, terms={DISTILL_LOSS: divergence.detach()})
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, ClassVar
 import numpy as np
 
 from verl_ray.algorithms.catalogue import KL_ESTIMATORS
-from verl_ray.algorithms.distillation import with_tail
 from verl_ray.algorithms.losses import (
     MAX_LOG_RATIO,
     PolicyTokens,
@@ -39,7 +38,7 @@ from verl_ray.learning.correction_weights import (
     CorrectionWeights,
     correction_weights,
 )
-from verl_ray.learning.objectives import Level, LossInputs, required
+from verl_ray.learning.objectives import DISTILL_LOSS, Level, LossInputs, required
 from verl_ray.ops.kl import with_gradient_of_k2
 from verl_ray.ops.order_statistics import Total
 from verl_ray.ops.outputs import RequestedOutputs, TokenOutputs
@@ -137,7 +136,7 @@ class PolicyObjective:
             divergence = self._teacher_divergence(self.distill, outputs, inputs)
             divergence = _masked(divergence, mask)
             loss = loss + self.distill.weight * divergence
-            terms["actor/distill_loss"] = divergence.detach()
+            terms[DISTILL_LOSS] = divergence.detach()
 
         metrics = policy_loss.metrics | {ENTROPY_PER_TOKEN: entropy.detach()}
         if self.algorithm.kl.place == "loss":
@@ -235,12 +234,7 @@ class PolicyObjective:
         """Return the divergence from the teacher at each token, float32 [selected]."""
         student = required(outputs.candidate_log_probs, "candidate_log_probs")
         teacher = required(inputs.teacher_log_probs, "teacher_log_probs")
-        choice = distill.declared
-        assert choice.function is not None, "others compare the sampled token alone"
-        divergence: Tensor = choice.function(
-            *with_tail(student, teacher), **choice.settings(distill)
-        )
-        return divergence
+        return distill.declared.over_candidates(student, teacher, distill)
 
     def _passed_over(self, log_probs: Tensor, inputs: LossInputs) -> Tensor | None:
         """Return where a token does not bear the policy loss, bool [T]; None: nowhere.

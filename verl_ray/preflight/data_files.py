@@ -24,6 +24,7 @@ from verl_ray.data.files import size_bytes
 from verl_ray.data.preferences import PreferenceSource
 from verl_ray.data.prompts import PromptSource
 from verl_ray.data.row_source import RowSource, are_large, refuse_unstreamable
+from verl_ray.data.teacher_rows import TeacherSource
 from verl_ray.errors import ConfigError, DataError, OverlongRows, Problem, file_problem
 from verl_ray.preflight.tokenizer_trial import stop_warnings, tried_tokenizer
 
@@ -210,7 +211,7 @@ def _source(
     row_format: RowFormat,
     config: Config,
     most: int | None,
-) -> PromptSource | SupervisedSource | PreferenceSource:
+) -> PromptSource | SupervisedSource | PreferenceSource | TeacherSource:
     """Read the records of a file as the run's task does."""
     seed = config.run.seed
     limit = row_format.max_tokens
@@ -231,6 +232,17 @@ def _source(
     if row_format.kind == "supervised":
         return SupervisedSource(
             data_sets, tokenizer, data, max_tokens=limit, seed=seed, most_records=most
+        )
+
+    if row_format.kind == "teacher":
+        return TeacherSource(
+            data_sets,
+            tokenizer,
+            data,
+            max_tokens=limit,
+            top_k=row_format.top_k,
+            seed=seed,
+            most_records=most,
         )
 
     assert row_format.preference is not None, "pairs have settings of their own"

@@ -221,8 +221,6 @@ def _workloads(name: str, config: Config, *, learns: bool) -> tuple[Workload, Wo
     largest = resolved(batch.micro_batch_tokens_per_rank)
     # Logits are needed of response tokens only.
     logit_share = config.longest_response / config.longest_own_row
-    distill = config.distill if isinstance(config, RLConfig) else None
-    num_top = 0 if distill is None else distill.num_top
     # Without a role of its own the actor is the teacher, or asks a server.
     teacher = "reference" if "reference" in config.model_roles else "actor"
 
@@ -236,11 +234,13 @@ def _workloads(name: str, config: Config, *, learns: bool) -> tuple[Workload, Wo
     def tokens_of(rows: int) -> int:
         return -(-rows * sizes.max_row_tokens // token_slices)
 
-    top_tokens = num_top if name == teacher else 0
+    # A file may have what a teacher said.
+    asks = isinstance(config, RLConfig) and name == teacher
+    top_tokens = config.num_top if asks else 0
     forward = workload(
         tokens_of(batch.rows_per_rank) if learns else largest, top_tokens
     )
-    learned = num_top if name == "actor" else 0
+    learned = config.num_top if name == "actor" else 0
     update = workload(tokens_of(batch.mini_batch_size_per_rank or 0), learned)
     return forward, update
 

@@ -142,7 +142,7 @@ BUILT_IN: Mapping[str, BuiltIn] = {
     ),
     "ungraded": BuiltIn(
         ungraded,
-        "no score, for `generate` and for other graders",
+        "no score, for `generate --ungraded`",
         is_accuracy=False,
         compares=False,
     ),

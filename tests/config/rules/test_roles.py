@@ -109,6 +109,22 @@ CASES = [
         "reward_model",
     ),
     Case(
+        "divergence_of_a_file_is_read",
+        f"{' '.join(INPUTS)} sft.divergence=forward sft.beta=0.5",
+        "sft.beta",
+        "sft.divergence=forward does not use it",
+        "Set it to null, or sft.divergence=jsd",
+        "sft",
+    ),
+    Case(
+        "divergence_of_a_file_is_read",
+        f"{' '.join(INPUTS)} sft.top_k=4",
+        "sft.top_k",
+        "sft.divergence=null does not use it",
+        "Leave it out",
+        "sft",
+    ),
+    Case(
         "loss_settings_are_read",
         f"{' '.join(INPUTS)} preference.gamma=1.0",
         "preference.gamma",

@@ -22,6 +22,7 @@ from verl_ray.cluster.session import Session
 from verl_ray.data.piecewise import PiecewiseFile
 from verl_ray.errors import ConfigError
 from verl_ray.preflight.data_files import examine_data
+from verl_ray.tracking.jsonl import read_metrics
 
 # Two pieces of responses to 20 prompts, of 16 and 4.
 SMALL = ("data.prompts_per_step=16", "evaluation.num_prompts=20")
@@ -68,6 +69,17 @@ def test_responses_and_pairs_of_them_become_data_files(
         assert row["score"] == ones(row["response"], row["answer"])
         assert len(row["response"].strip()) > 0 and row["finish"] in ("stop", "length")
     check_top_tokens(inputs.model, rows[5])
+
+    # A student that is the teacher has nothing to learn from it.
+    run = tmp_path / "student"
+    command_here(
+        cluster, "train", "--config-name", "sft", *inputs.overrides(run), f"data.train_path={written}",
+        "sft.divergence=jsd", "sft.top_k=3", "sft.max_tokens=16", "run.total_steps=2", "actor.optimizer.warmup_steps=0",
+    )  # fmt: skip
+    first, second = (
+        line["actor/distill_loss"] for line in read_metrics(run / "metrics.jsonl")
+    )
+    assert abs(first) < 1e-6 < second
 
     # A grader breaks in the second piece; the first one is kept, and what is right.
     early, late = (

@@ -623,6 +623,16 @@ def test_an_evaluation_needs_no_training_data() -> None:
         assert [one.key for one in composition.problems] == ["data.train_path"]
 
 
+def test_the_config_yaml_of_an_older_supervised_run_is_composed(tmp_path: Path) -> None:
+    overrides = ["model.path=/m", "data.train_path=/a", "data.validation_path=/b"]
+    config = compose("sft", overrides)
+    older = to_tree(config)
+    for name in ("divergence", "top_k", "beta"):
+        del older["sft"][name]
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(older))
+    assert compose("config", (), str(tmp_path)) == config
+
+
 def test_the_config_yaml_of_an_older_run_is_composed(tmp_path: Path) -> None:
     # Special tokens in data were kept then.
     same = ("rollout.concurrency=48", "run.stall_s=77", "data.special_tokens=allow")
@@ -630,7 +640,8 @@ def test_the_config_yaml_of_an_older_run_is_composed(tmp_path: Path) -> None:
     older = yaml.safe_load(yaml.safe_dump(to_tree(config)))
     for key in (*ADDED, *RENAMED.values()):
         *sections, name = key.split(".")
-        reduce(getitem, sections, older).pop(name, None)
+        if sections[0] in older:
+            reduce(getitem, sections, older).pop(name, None)
     del older["run"]["recovery"]
     older["rollout"]["in_flight"] = 48
     older["run"]["call_deadline_s"] = 77.0

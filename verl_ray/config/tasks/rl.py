@@ -219,6 +219,10 @@ class RLConfig(RolloutTaskConfig):
         return self.main_metrics.replace("@*", f"@{self.evaluation.group_size}")
 
     @property
+    def num_top(self) -> int:
+        return 0 if self.distill is None else self.distill.num_top
+
+    @property
     def corrects_mismatch(self) -> bool:
         return self.algorithm.correction.form != "none"
 

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import ClassVar
 
-from verl_ray.config.data import RowFormat
+from verl_ray.config.data import RecordKind, RowFormat
+from verl_ray.config.distill import TeacherFileConfig, divergence_of_a_file_is_read
 from verl_ray.config.roles import ModelRole, SupervisedRole
 from verl_ray.config.schema import Config
 from verl_ray.errors import Problem
 from verl_ray.settings.section import Fraction, OverriddenKeys, Positive, Section
 
 
-class SupervisedConfig(Section):
+class SupervisedConfig(TeacherFileConfig):
     """The rows of a step, and when the run stops."""
 
     batch_size: Positive
@@ -22,6 +23,10 @@ class SupervisedConfig(Section):
     stop_at_accuracy: Fraction | None
     """Stop once held-out greedy accuracy reaches this; null = train for
     run.total_steps."""
+
+
+LIKELIHOOD: Mapping[str, object] = {"divergence": None, "top_k": 1, "beta": None}
+"""Settings of `sft` that learn responses alone, without a teacher."""
 
 
 class SupervisedEvaluationConfig(Section):
@@ -55,7 +60,14 @@ class SFTConfig(Config):
 
     @property
     def row_format(self) -> RowFormat:
-        return RowFormat("supervised", self.sft.max_tokens, "sft.max_tokens")
+        kind: RecordKind = "teacher" if self.sft.num_top else "supervised"
+        return RowFormat(
+            kind, self.sft.max_tokens, "sft.max_tokens", top_k=self.sft.num_top
+        )
+
+    @property
+    def num_top(self) -> int:
+        return self.sft.num_top
 
     @property
     def examples_key(self) -> str:
@@ -68,6 +80,7 @@ class SFTConfig(Config):
     def problems(self, overridden: OverriddenKeys) -> Iterator[Problem]:
         yield from super().problems(overridden)
         yield from stopping_is_measured(self)
+        yield from divergence_of_a_file_is_read(self.sft, overridden)
 
 
 def stopping_is_measured(config: SFTConfig) -> Iterator[Problem]:
