@@ -187,15 +187,15 @@ def _composed_and_run(
     options: argparse.Namespace,
     settings: Mapping[str, Any],
 ) -> int:
-    """Run a command with the configuration that its options and overrides name.
+    """Run a command with the configuration that its options name.
 
     Args:
         command: the command.
         arguments: all arguments of `verl-ray`, the command first.
         settings: what the command takes beside the configuration.
     """
-    root = options.config_name
     # Printing and checking start nothing, so they may show the quickstart.
+    root = options.config_name
     if root is None and command != "check" and options.cfg is None:
         raise ConfigError([_unnamed_root(command)])
     name, folder = named_root(root or "quickstart", options.config_dir)
@@ -213,7 +213,6 @@ def _composed_and_run(
     machine = getattr(options, "machine", None)
     described = parse_machine(machine) if machine else None
     if options.multirun:
-        _collect_garbage_again()
         return multirun(
             command,
             arguments,
