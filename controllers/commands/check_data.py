@@ -30,12 +30,8 @@ SHOWN_SOURCES = 3
 """Data sources that are shown of those which a function scores alike."""
 
 _QUANTILES = {"min": 0.0, "median": 0.5, "99 %": 0.99, "max": 1.0}
-_UNITS = {
-    "prompt": "prompt",
-    "supervised": "row",
-    "preference": "row",
-    "teacher": "row",
-}
+_UNITS = {"prompt": "prompt"}
+"""What a record becomes, by its kind; a row where it is not listed."""
 
 
 def print_readings(files: Sequence[DataFile], stream: TextIO) -> None:
@@ -78,7 +74,7 @@ def print_data(
     print_readings(files, sys.stdout)
     _print_openings(openings)
     for file in [] if openings else files[:1]:
-        unit = _UNITS[row_format.kind]
+        unit = _UNITS.get(row_format.kind, "row")
         for number, example in enumerate(file.examples, start=1):
             name = f"{unit} {number} of {file.key}"
             _print_row(name, file.lengths[number - 1], example)
@@ -123,7 +119,7 @@ def _length_table(
     openings: Sequence[tuple[str, int, str]],
 ) -> Table:
     """Return the distribution of the lengths, a row per file and environment."""
-    unit = _UNITS[row_format.kind]
+    unit = _UNITS.get(row_format.kind, "row")
     limit = f"{row_format.max_tokens_key} = {row_format.max_tokens}"
     table = Table(
         title=f"tokens of a {unit} ({limit})",

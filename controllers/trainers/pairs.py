@@ -9,7 +9,7 @@ from abc import abstractmethod
 from collections.abc import Sequence
 from typing import TypeVar
 
-from controllers.trainers.supervised import SupervisedTask, SupervisedTrainer
+from controllers.trainers.supervised import Source, SupervisedTask, SupervisedTrainer
 from controllers.watch import held_out_measures
 from controllers.watch.held_out_measures import LOG_LOSS, PAIR_ACCURACY, Evaluation
 from verl_ray.columns.stages import Float64
@@ -47,11 +47,12 @@ class PairsTrainer(SupervisedTrainer[W]):
 class PairsTask(SupervisedTask[P]):
     """A run that learns from pairs of responses."""
 
-    noun = "pairs"
+    @property
+    def noun(self) -> str:
+        """Plural of what the data sets hold, for messages."""
+        return "pairs"
 
-    def source(
-        self, data_sets: Sequence[DataSet], *, may_stream: bool
-    ) -> PreferenceSource:
+    def source(self, data_sets: Sequence[DataSet], *, may_stream: bool) -> Source:
         """Read the pairs of some data sets."""
         config = self.config
         row_format = config.row_format

@@ -55,13 +55,14 @@ class ReferenceLogProbs:
         missing = {key: row for row, key in enumerate(keys) if key not in self._known}
         if missing:
             chosen = put(rows.select(np.array(list(missing.values()))))
-            results = self._compute(chosen).result()
+            results = self.compute(chosen).result()
             self._keep(list(missing), results.row("log_prob"))
         return np.array([self._known[key] for key in keys], np.float64)
 
-    def _compute(
+    def compute(
         self, rows: Sharded[TrainingBatch]
     ) -> Call[Sharded[TeacherForcedEvaluation]]:
+        """Start to compute the log-probs of rows that do not come again."""
         method = ModelWorker.evaluate_teacher_forced
         return self._group.scatter(method, rows, self._is_base)
 

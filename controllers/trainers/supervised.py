@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, ClassVar, Generic, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -305,12 +305,18 @@ def _digests(rows: TrainingBatch) -> list[str]:
 class SupervisedTask(Task[R, Examples]):
     """A run that learns from a data set alone, and writes a model directory."""
 
-    noun: ClassVar[str] = "rows"
-    """What the data sets hold, for messages."""
+    @property
+    def noun(self) -> str:
+        """Plural of what the data sets hold, for messages."""
+        return "rows"
 
     @abstractmethod
     def source(self, data_sets: Sequence[DataSet], *, may_stream: bool) -> Source:
         """Read and tokenize some data sets."""
+
+    def held_out_source(self, data_sets: Sequence[DataSet]) -> Source:
+        """Read and tokenize the data sets of an evaluation."""
+        return self.source(data_sets, may_stream=False)
 
     @property
     @abstractmethod
@@ -331,7 +337,7 @@ class SupervisedTask(Task[R, Examples]):
         # Without held-out rows the run trains for all of its steps.
         held_out: TrainingBatch | None = None
         if data.validation_sets and evaluates:
-            source = self.source(data.validation_sets, may_stream=False)
+            source = self.held_out_source(data.validation_sets)
             warn_skipped(source.skipped, f"{self.noun} of the held-out data")
             held_out = source.all(self.num_held_out)
         return Examples(train, held_out)

@@ -62,6 +62,7 @@ CALIBRATION_BINS = 10
 
 PAIR_ACCURACY = "val-core/held_out/pair_accuracy"
 LOG_LOSS = "val-core/held_out/log_loss"
+AUC = "val-core/held_out/auc"
 
 
 @dataclass(frozen=True, eq=False)
@@ -279,6 +280,55 @@ def preference_metrics(chosen: Float64s, rejected: Float64s) -> Metrics:
         **spread("val-aux/held_out/rejected", rejected),
         "val-aux/held_out/std": float(np.concatenate([chosen, rejected]).std()),
     }
+
+
+def label_metrics(rewards: Float64s, is_desirable: npt.NDArray[np.bool_]) -> Metrics:
+    """Return how well rewards tell desirable from undesirable held-out responses.
+
+    auc is the share of all pairs of a desirable and an undesirable response in which
+    the desirable one has the larger reward; a tie counts half.
+
+    Args:
+        rewards: Reward of each response, float64 [rows].
+        is_desirable: Label of each response; some have either, bool [rows].
+    """
+    return {
+        AUC: float(auc_scores(rewards, is_desirable).mean()),
+        "val-aux/held_out/num_responses": float(len(rewards)),
+        **spread("val-aux/held_out/chosen", rewards[is_desirable]),
+        **spread("val-aux/held_out/rejected", rewards[~is_desirable]),
+    }
+
+
+def auc_scores(rewards: Float64s, is_desirable: npt.NDArray[np.bool_]) -> Float64s:
+    """Return a score of each response, of which the mean is the AUC; NaN with a NaN.
+
+    What a response adds to the AUC is the share of responses with the other label that
+    it is on the right side of. Its distance from the AUC is divided by the share of its
+    own label, so that the variance of the mean is that of the AUC, also of the
+    difference of two evaluations.
+
+    Source: E. DeLong et al. (Biometrics 44, 1988, eqs. 4 to 6).
+
+    Args:
+        rewards: Reward of each response, float64 [rows].
+        is_desirable: Label of each response; some have either, bool [rows].
+    """
+    if np.isnan(rewards).any():
+        return np.full(len(rewards), nan)
+
+    scores = np.empty(len(rewards))
+    for has_label, sign in ((is_desirable, 1), (~is_desirable, -1)):
+        others = np.sort(sign * rewards[~has_label])
+        own = sign * rewards[has_label]
+        # A tie counts half: it is between the two sides.
+        below = np.searchsorted(others, own, "left")
+        not_above = np.searchsorted(others, own, "right")
+        scores[has_label] = (below + not_above) / (2 * len(others))
+
+    auc = scores[is_desirable].mean()
+    share = np.where(is_desirable, is_desirable.mean(), (~is_desirable).mean())
+    return np.asarray(auc + (scores - auc) / share, dtype=np.float64)
 
 
 def log_losses(chosen: Float64s, rejected: Float64s) -> Float64s:

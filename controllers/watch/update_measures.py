@@ -15,6 +15,7 @@ from controllers.watch.measures import Metrics
 from verl_ray.algorithms.mismatch import MISMATCH_PREFIX, mismatch_metrics
 from verl_ray.engine.base import LossReport
 from verl_ray.learning.correction_weights import CORRECTION_PREFIX, correction_metrics
+from verl_ray.learning.preference_objective import LABEL_PREFIX, label_metrics
 from verl_ray.profiling.memory import GIB
 from workers.model_worker import UpdateReport
 
@@ -43,12 +44,13 @@ def update_metrics(role: str, updates: Sequence[Sequence[UpdateReport]]) -> Metr
     if norms:
         grad_norm = float(np.mean(norms))
 
-    # The correction is derived from several of these means, see below.
+    # The correction and labels are derived from several of these means, see below.
     metrics: Metrics = {}
     for name, value in means.items():
-        if not name.startswith((MISMATCH_PREFIX, CORRECTION_PREFIX)):
+        if not name.startswith((MISMATCH_PREFIX, CORRECTION_PREFIX, LABEL_PREFIX)):
             metrics[name] = value
     metrics |= correction_metrics(means, everything.maxima)
+    metrics |= label_metrics(means)
 
     metrics[f"{role}/loss"] = float(np.mean([report.loss for report in reports]))
     for name, total in everything.terms.items():

@@ -101,6 +101,12 @@ def test_an_earlier_configuration_is_renewed() -> None:
     assert saved["run"]["call_deadline_s"] == 77.0  # the saved tree has not changed
     assert migrated(tree()) == tree()
 
+    weights = {"desirable_weight": None, "undesirable_weight": None}
+    policy_run = {"preference": {"loss": "sigmoid"}}
+    assert migrated(policy_run) == {"preference": {"loss": "sigmoid", **weights}}
+    reward_model_run = {"preference": {"margin": 0.0}}
+    assert migrated(reward_model_run) == reward_model_run
+
 
 def test_results_of_tools_stay_as_long_as_they_were() -> None:
     saved = tree()

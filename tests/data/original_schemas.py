@@ -97,12 +97,12 @@ SCHEMAS: dict[str, Original] = {
         lambda p, a, w, n: {"prompt": [user(p)], "completion": [assistant(a)]},
     ),
     "trl_preference": Original(
-        ("preference", "prompt"),
+        ("preference", "unpaired", "prompt"),
         ".jsonl",
         lambda p, a, w, n: {"prompt": p, "chosen": a, "rejected": w},
     ),
     "trl_preference_messages": Original(
-        ("preference", "prompt"),
+        ("preference", "unpaired", "prompt"),
         ".parquet",
         lambda p, a, w, n: {
             "prompt": [user(p)],
@@ -111,20 +111,39 @@ SCHEMAS: dict[str, Original] = {
         },
     ),
     "trl_implicit": Original(
-        ("preference", "prompt"),
+        ("preference", "unpaired", "prompt"),
         ".parquet",
         lambda p, a, w, n: {"chosen": f"{p}{a}", "rejected": f"{p}{w}"},
     ),
     "trl_implicit_messages": Original(
-        ("preference", "prompt"),
+        ("preference", "unpaired", "prompt"),
         ".jsonl",
         lambda p, a, w, n: {
             "chosen": [user(p), assistant(a)],
             "rejected": [user(p), assistant(w)],
         },
     ),
+    # Every second response is a wrong answer.
+    "trl_unpaired": Original(
+        ("unpaired",),
+        ".jsonl",
+        lambda p, a, w, n: {
+            "prompt": p,
+            "completion": a if n % 2 else w,
+            "label": n % 2 == 1,
+        },
+    ),
+    "trl_unpaired_messages": Original(
+        ("unpaired",),
+        ".parquet",
+        lambda p, a, w, n: {
+            "prompt": [user(p)],
+            "completion": [assistant(a if n % 2 else w)],
+            "label": n % 2 == 1,
+        },
+    ),
     "ultrafeedback": Original(
-        ("preference", "prompt", "supervised"),
+        ("preference", "unpaired", "prompt", "supervised"),
         ".parquet",
         lambda p, a, w, n: {
             "prompt": p,
@@ -137,12 +156,12 @@ SCHEMAS: dict[str, Original] = {
         },
     ),
     "hh_rlhf": Original(
-        ("preference", "prompt"),
+        ("preference", "unpaired", "prompt"),
         ".jsonl",
         lambda p, a, w, n: {"chosen": _hh(p, a), "rejected": _hh(p, w)},
     ),
     "orca_pairs": Original(
-        ("preference", "prompt"),
+        ("preference", "unpaired", "prompt"),
         ".jsonl",
         lambda p, a, w, n: {
             "system": "Calculate.",

@@ -40,10 +40,12 @@ def write_arithmetic_pairs(
 
 
 def write_digits(folder: Path, seed: int) -> None:
-    """Write problems, demonstrations and pairs about the first digit of numbers.
+    """Write problems, demonstrations and preferences about the first digit of numbers.
 
     Three of five demonstrations are one too high, so that a policy that imitates them
-    is mostly wrong. The rejected answer of a pair is any wrong digit.
+    is mostly wrong. The rejected answer of a pair is any wrong digit. Of the first, the
+    third and so on of them the right answer is also without a partner, of the others the
+    wrong one.
     """
     random = np.random.default_rng(seed)
     numbers = [f"{number:03}" for number in random.permutation(1000)]
@@ -61,7 +63,16 @@ def write_digits(folder: Path, seed: int) -> None:
                 {"prompt": prompt, "chosen": str(right), "rejected": str(digit)}
                 for digit in wrong
             ]
-        for name, lines in ((kind, records), (f"{kind}_pairs", pairs)):
+        unpaired = [
+            {"prompt": pair["prompt"], "completion": pair[side], "label": label}
+            for number, pair in enumerate(pairs)
+            for side, label in [(("chosen", True), ("rejected", False))[number % 2]]
+        ]
+        for name, lines in (
+            (kind, records),
+            (f"{kind}_pairs", pairs),
+            (f"{kind}_unpaired", unpaired),
+        ):
             (folder / f"{name}.jsonl").write_text(
                 "".join(json.dumps(line) + "\n" for line in lines)
             )

@@ -26,7 +26,9 @@ from verl_ray.data.records import (
     preference_reading,
     prompt_reading,
     read_prompts,
+    read_records,
     supervised_reading,
+    unpaired_reading,
 )
 from verl_ray.data.tokenizers import character_tokenizer, train_bpe
 from verl_ray.errors import DataError
@@ -144,11 +146,26 @@ PREFERENCES: dict[str, tuple[str, object, object]] = {
     ),
 }
 
+_TRL_UNPAIRED = "TRL's unpaired preferences: response from completion"
+UNPAIRED: dict[str, tuple[str, object, object]] = {
+    "trl_unpaired": (_TRL_UNPAIRED, PAIR, ("2+1=", "4")),
+    "trl_unpaired_messages": (
+        _TRL_UNPAIRED,
+        TURNS,
+        [user("2+1="), assistant("4")],
+    ),
+    **{
+        name: (f"pairs ({how}): chosen is desirable, rejected is not", better, worse)
+        for name, (how, better, worse) in PREFERENCES.items()
+    },
+}
+
 
 READINGS: dict[str, Callable[[DataSet, Any, str], Reading[Any]]] = {
     "prompt": prompt_reading,
     "supervised": supervised_reading,
     "preference": preference_reading,
+    "unpaired": unpaired_reading,
 }
 
 
@@ -163,6 +180,7 @@ def test_every_original_is_read_as_all_that_it_can_be() -> None:
         "prompt": PROMPTS,
         "supervised": DEMONSTRATIONS,
         "preference": PREFERENCES,
+        "unpaired": UNPAIRED,
     }
     for name, original in SCHEMAS.items():
         assert {kind for kind in readable if name in readable[kind]} == {
@@ -196,6 +214,16 @@ def test_preferences(name: str, tmp_path: Path) -> None:
     assert read_as(DataSet(str(path)), "preference") == description
     first = read_preferences(path)[0]
     assert (first.chosen, first.rejected) == (chosen, rejected)
+
+
+@pytest.mark.parametrize("name", UNPAIRED)
+def test_responses_with_labels(name: str, tmp_path: Path) -> None:
+    path = write_schema(name, tmp_path)
+    description, desirable, other = UNPAIRED[name]
+    assert read_as(DataSet(str(path)), "unpaired") == description
+    first, second, *_ = read_records(path, unpaired_reading)
+    assert (first.content, first.is_desirable) == (desirable, True)
+    assert (second.content, second.is_desirable) == (other, False)
 
 
 # ------------------------------------------------------------------------ data.columns
@@ -260,6 +288,10 @@ def refusal(data_set: DataSet, kind: Any) -> str:
         ("supervised", {"chosen": TURNS, "rejected": WORSE}, {}, "set 'data.columns={messages: chosen}'"),
         ("preference", {"prompt": "1+1=", "winner": "2", "loser": "3"}, {},
          "set 'data.columns={prompt: prompt, chosen: winner, rejected: loser}'"),
+        ("preference", {"prompt": "1+1=", "completion": "2", "label": True}, {},
+         "use --config-name dpo preference.loss=kto, which learns from single responses with a label"),
+        ("unpaired", {"prompt": "1+1=", "reply": "2", "is_good": True}, {},
+         "set 'data.columns={prompt: prompt, response: COLUMN, label: is_good}'"),
         ("prompt", {"prompt": "1+1="}, {"answer": "truth"},
          "no column 'truth'; the columns are 'prompt'; take one of them for data.columns.answer"),
         ("prompt", {"prompt": "1+1=", "extra_info": {"index": 1}}, {"answer": "extra_info.truth"},

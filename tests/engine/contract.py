@@ -25,6 +25,7 @@ from tests.engine.inputs import (
     BALANCE,
     CORRECTED,
     DEADLINE_S,
+    LABELS,
     LENGTHS,
     MODELS,
     OPTIMIZER,
@@ -39,6 +40,7 @@ from tests.engine.inputs import (
     pairs_of,
     refused,
     responses_in_pairs,
+    responses_with_labels,
     routed_rows,
     rows_of,
     sequences_of,
@@ -190,6 +192,11 @@ def check_training(ranks: Ranks, kind: str) -> dict[str, Any]:
             ),
             ranks.my_units(responses_in_pairs()),
             RESPONSES,
+        ),
+        "responses with labels": ranks.train(
+            ranks.engine(kind, micro_batch_tokens_per_rank=40),
+            responses_with_labels().select(ranks.mine(rows)),
+            LABELS,
         ),
     }
     if kind == "fsdp":

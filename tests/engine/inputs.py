@@ -15,7 +15,7 @@ import torch.distributed as dist
 from scripts.bench import layouts
 from scripts.tiny_families import tiny_config
 from tests.algorithms.distillation import distill_config
-from tests.algorithms.preferences import preference_objective
+from tests.algorithms.preferences import preference_objective, unpaired_objective
 from tests.corrections import NO_CORRECTION, NO_LIMIT
 from verl_ray.algorithms.catalogue import declared_settings
 from verl_ray.algorithms.distillation import DIVERGENCES
@@ -149,6 +149,10 @@ PREFERENCE = PreferenceObjective(SMOOTHING)
 BETA = 0.2
 RPO = 0.3
 RESPONSES = preference_objective("sigmoid", beta=BETA, rpo_alpha=RPO)
+DIVERGENCE, UNDESIRABLE = 0.7, 1.5
+LABELS = unpaired_objective(
+    "kto", kl=DIVERGENCE, beta=BETA, undesirable_weight=UNDESIRABLE
+)
 VALUE = ValueObjective(ValueLossConfig(clip=VALUE_CLIP, aggregation="token_mean"))
 
 
@@ -242,6 +246,12 @@ def responses_in_pairs() -> TrainingBatch:
     return pairs.replace(
         response_mask=rows.response_mask, ref_log_prob=learned * lengths, margin=None
     )
+
+
+def responses_with_labels() -> TrainingBatch:
+    """Return the same rows as responses of which every second one is desirable."""
+    rows = responses_in_pairs()
+    return rows.replace(unit=None, desirable=np.arange(rows.num_rows) % 2 == 0)
 
 
 def pairs_of() -> TrainingBatch:

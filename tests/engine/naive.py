@@ -198,17 +198,34 @@ def naive_preference_loss(model: Any, rows: Any) -> Tensor:
 
 def naive_responses_loss(model: Any, rows: Any) -> Tensor:
     """Return DPO's loss of each pair, with RPO's likelihood of its first response."""
+    sums, lengths = _log_probs_of_responses(model, rows)
+    ratio = sums - torch.tensor(rows.ref_log_prob)
+    margin = ratio[0::2] - ratio[1::2]
+    likelihood = sums[0::2] / lengths[0::2]
+    loss = -torch.sigmoid(inputs.BETA * margin).log() - inputs.RPO * likelihood
+    return (torch.tensor(rows.loss_weight[0::2], dtype=torch.float64) * loss).sum()
+
+
+def naive_labels_loss(model: Any, rows: Any) -> Tensor:
+    """Return KTO's loss of each response."""
+    sums, _ = _log_probs_of_responses(model, rows)
+    ratio = sums - torch.tensor(rows.ref_log_prob)
+    sign = torch.where(torch.tensor(rows.desirable), 1.0, -1.0)
+    value = torch.sigmoid(inputs.BETA * sign * (ratio - inputs.DIVERGENCE))
+    weight = torch.where(sign > 0, 1.0, inputs.UNDESIRABLE)
+    weight = weight * torch.tensor(rows.loss_weight, dtype=torch.float64)
+    return (weight * (1 - value)).sum()
+
+
+def _log_probs_of_responses(model: Any, rows: Any) -> tuple[Tensor, Tensor]:
+    """Return the log-prob of each response, and the number of its tokens."""
     sums, lengths = [], []
     for row, read in by_row(rows):
         log_p = naive_logits(model, rows.tokens[row])[read - 1].log_softmax(-1)
         target = torch.tensor(rows.tokens[row], dtype=torch.int64)[read]
         sums.append(log_p.gather(1, target[:, None]).sum())
         lengths.append(len(read))
-    ratio = torch.stack(sums) - torch.tensor(rows.ref_log_prob)
-    margin = ratio[0::2] - ratio[1::2]
-    likelihood = torch.stack(sums)[0::2] / torch.tensor(lengths[0::2])
-    loss = -torch.sigmoid(inputs.BETA * margin).log() - inputs.RPO * likelihood
-    return (torch.tensor(rows.loss_weight[0::2], dtype=torch.float64) * loss).sum()
+    return torch.stack(sums), torch.tensor(lengths)
 
 
 def rate_of(step: int) -> float:

@@ -19,6 +19,7 @@ from tests.engine import contract, inputs
 from tests.engine.naive import (
     by_row,
     naive_experts_loss,
+    naive_labels_loss,
     naive_logits,
     naive_policy_loss,
     naive_preference_loss,
@@ -210,6 +211,11 @@ def naive(
             inputs.responses_in_pairs(),
             lambda model, rows: naive_experts_loss(model, rows, naive_responses_loss),
         ),
+        "responses with labels": naive_training(
+            reference_model(folder, "qwen3"),
+            inputs.responses_with_labels(),
+            naive_labels_loss,
+        ),
         "one row": naive_training(
             reference_model(folder, "qwen3"), rows.select([4]), naive_policy_loss
         ),
@@ -363,6 +369,7 @@ def test_a_new_value_head_depends_on_neither_backend_nor_ranks(
         ("value", "value"),
         ("preferences", "preferences"),
         ("pairs of responses", "pairs of responses, experts"),
+        ("responses with labels", "responses with labels"),
     ],
 )
 def test_three_steps_have_the_loss_and_gradient_norm_of_the_naive_sum(

@@ -99,6 +99,37 @@ def test_how_a_set_was_read_is_said(
     ]
 
 
+def test_responses_with_labels_are_read_and_held_out_pairs_as_pairs(
+    tokenizer: Path, tmp_path: Path
+) -> None:
+    """Of a large set sorted by its labels, the beginning has one label alone."""
+    sums = [{"prompt": f"{i} + {i} = ", "completion": str(i)} for i in range(40)]
+    path = write(tmp_path, [{**one, "label": i >= 30} for i, one in enumerate(sums)])
+    pairs = tmp_path / "pairs.jsonl"
+    pair = {"prompt": "1 + 1 = ", "chosen": "2", "rejected": "3"}
+    pairs.write_text(json.dumps(pair) + "\n")
+    config = settled(
+        compose(
+            "dpo",
+            [
+                f"model.path={tokenizer}",
+                f"data.train_path={path}",
+                f"data.validation_path={pairs}",
+                "preference.loss=kto",
+            ],
+        )
+    )
+    train, held_out = examine_data(config).files
+    assert (train.num_examples, len(train.lengths)) == (40, 40)
+    assert (held_out.num_examples, len(held_out.lengths)) == (1, 2)
+    assert held_out.read_as == ("verl_ray's schema",)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(data_files, "WHOLE_BYTES", 100)
+        patch.setattr(data_files, "SAMPLE_RECORDS", 20)
+        train, _ = examine_data(config).files
+    assert (train.num_examples, train.is_whole) == (20, False)
+
+
 def test_a_step_that_is_larger_than_the_data_is_a_warning(
     tokenizer: Path, tmp_path: Path
 ) -> None:

@@ -1,9 +1,10 @@
 """Losses of a policy on preferences: the choices of `preference.loss`.
 
 Invariant: a loss is a function of log-probs of whole responses, and gives one number
-per pair, so it depends on no other pair. Each is declared once, with its paper, its
-equation, and the settings that it reads. Functions import torch when they are called,
-since the configuration reads the table.
+per pair, or per response where these have labels instead of partners. It depends on no
+other pair or response, but for an estimate that is the same for the whole mini-batch.
+Each is declared once, with its paper, its equation, and the settings that it reads.
+Functions import torch when they are called, since the configuration reads the table.
 """
 
 from __future__ import annotations
@@ -69,19 +70,47 @@ class Pairs:
         return chosen - self.rejected_ratio / self.rejected_tokens
 
 
+@dataclass(frozen=True)
+class LabelledResponses:
+    """Single responses with labels, as losses see them; float64 [responses].
+
+    Attributes:
+        log_prob: Log-prob by the policy, differentiable.
+        ref_log_prob: Log-prob by the reference.
+        is_desirable: bool, the label.
+        kl: Estimate of the divergence of the policy from the reference over the whole
+            mini-batch, at least 0; 0 for a loss without one.
+    """
+
+    log_prob: Tensor
+    ref_log_prob: Tensor
+    is_desirable: Tensor
+    kl: float = 0.0
+
+    @property
+    def log_ratio(self) -> Tensor:
+        """The log of pi / pi_ref."""
+        return self.log_prob - self.ref_log_prob
+
+
 @dataclass(frozen=True, kw_only=True)
 class PreferenceLoss(DeclarationWithUsualValues):
     """A choice of `preference.loss`.
 
     Attributes:
-        function: Maps Pairs and its settings to a loss, [pairs].
+        function: Maps Pairs and its settings to a loss, [pairs]; or LabelledResponses
+            and its settings to a loss, [responses].
         has_reference: Whether it compares with the reference; if not, a run has none.
+        is_unpaired: Whether it is one of single responses.
+        needs_kl: Whether it reads the estimate of the divergence.
     """
 
     section: ClassVar[str] = "preference"
 
     function: Callable[..., Tensor]
     has_reference: bool = True
+    is_unpaired: bool = False
+    needs_kl: bool = False
 
 
 BETA = Setting(
@@ -99,6 +128,14 @@ GAMMA = Setting(
     "gamma",
     NonNegativeFloat,
     "Margin by which the implicit reward of the chosen response should be larger.",
+)
+DESIRABLE_WEIGHT = Setting(
+    "desirable_weight", PositiveFloat, "Weight of the losses of desirable responses."
+)
+UNDESIRABLE_WEIGHT = Setting(
+    "undesirable_weight",
+    PositiveFloat,
+    "Weight of the losses of undesirable responses.",
 )
 
 
@@ -215,6 +252,52 @@ def apo_down(pairs: Pairs, *, beta: float) -> Tensor:
     return chosen + 1 - (beta * pairs.margin).sigmoid()
 
 
+def kto(
+    responses: LabelledResponses,
+    *,
+    beta: float,
+    desirable_weight: float,
+    undesirable_weight: float,
+) -> Tensor:
+    """weight * (1 - sigmoid(beta * (log ratio - kl))) of a desirable response.
+
+    Of an undesirable one the difference has the other sign.
+
+    Source: KTO (arXiv:2402.01306, eq. 8), where the weights are lambda_D and lambda_U.
+    """
+    gain = responses.log_ratio - responses.kl
+    return _by_label(responses, beta * gain, desirable_weight, undesirable_weight)
+
+
+def apo_zero_unpaired(
+    responses: LabelledResponses,
+    *,
+    beta: float,
+    desirable_weight: float,
+    undesirable_weight: float,
+) -> Tensor:
+    """weight * (1 - sigmoid(beta * log ratio)) of a desirable response.
+
+    Of an undesirable one the log ratio has the other sign.
+
+    Source: APO-zero (arXiv:2408.06266, eq. 7), whose two terms judge one response each.
+    """
+    gain = responses.log_ratio
+    return _by_label(responses, beta * gain, desirable_weight, undesirable_weight)
+
+
+def _by_label(
+    responses: LabelledResponses,
+    gain: Tensor,
+    desirable_weight: float,
+    undesirable_weight: float,
+) -> Tensor:
+    """Return weight * (1 - sigmoid(+-gain)), [responses]."""
+    return (desirable_weight * (-gain).sigmoid()).where(
+        responses.is_desirable, undesirable_weight * gain.sigmoid()
+    )
+
+
 def _log_1_minus_exp(log_prob: Tensor) -> Tensor:
     """Return log(1 - p) of log p < 0; at p = 1 the value next to it."""
     import torch
@@ -289,6 +372,21 @@ DECLARED = by_name(
         paper="APO-down (arXiv:2408.06266, eq. 8)",
         function=apo_down,
         reads={BETA: 0.1},
+    ),
+    PreferenceLoss(
+        name="kto",
+        paper="KTO (arXiv:2402.01306, eq. 8)",
+        function=kto,
+        is_unpaired=True,
+        needs_kl=True,
+        reads={BETA: 0.1, DESIRABLE_WEIGHT: 1.0, UNDESIRABLE_WEIGHT: 1.0},
+    ),
+    PreferenceLoss(
+        name="apo_zero_unpaired",
+        paper="APO-zero (arXiv:2408.06266, eq. 7), unpaired",
+        function=apo_zero_unpaired,
+        is_unpaired=True,
+        reads={BETA: 0.1, DESIRABLE_WEIGHT: 1.0, UNDESIRABLE_WEIGHT: 1.0},
     ),
 )
 

@@ -446,6 +446,8 @@ class TrainingBatch(Rows):
     unit: Int64 | None = row(np.int64, optional=True)
     # Margin of a preference pair, on both of its rows.
     margin: Float32 | None = row(np.float32, optional=True)
+    # True where the response, which has no partner, is a desirable one.
+    desirable: Bool | None = row(np.bool_, optional=True)
     # Log-probabilities at sampling.
     rollout_log_probs: Float32 | None = token(np.float32, optional=True)
     # 1 where the token is of the policy version that learns, else 0; absent where all

@@ -28,9 +28,9 @@ from verl_ray.suggest import did_you_mean
 
 SpecialTokens = Literal["refuse", "escape", "allow"]
 
-RecordKind = Literal["prompt", "supervised", "preference", "teacher"]
-"""What a record is for: reinforcement learning, imitation, comparison, or
-distillation."""
+RecordKind = Literal["prompt", "supervised", "preference", "unpaired", "teacher"]
+"""What a record is for: reinforcement learning, imitation, comparison, preferences
+without pairs (a response with a label), or distillation."""
 
 FIELDS_OF_KIND: Mapping[RecordKind, frozenset[str]] = {
     "prompt": frozenset(
@@ -44,6 +44,19 @@ FIELDS_OF_KIND: Mapping[RecordKind, frozenset[str]] = {
     ),
     # Files that `generate` has written have one form.
     "teacher": frozenset(),
+    # Pairs can be read as two responses each.
+    "unpaired": frozenset(
+        (
+            "prompt",
+            "input",
+            "messages",
+            "response",
+            "label",
+            "chosen",
+            "rejected",
+            "system",
+        )
+    ),
 }
 """Our fields, which `columns` may name the columns of. `input` stands behind the
 prompt, and `system` before it."""
@@ -179,11 +192,11 @@ class DataFilesConfig(Section):
 
 
 class PreferenceDataConfig(DataFilesConfig):
-    """Pairs of responses to a prompt, one of which is better."""
+    """Pairs of responses to a prompt, one of which is better; or single ones."""
 
     unusable: Literal["refuse", "skip"]
-    """refuse = the run does not start if the responses of a pair are equal or empty;
-    skip = such pairs are left out and counted."""
+    """refuse = the run does not start if the responses of a pair are equal, or one is
+    empty; skip = such pairs, or single responses, are left out and counted."""
 
 
 class CurriculumConfig(Section):
@@ -258,7 +271,8 @@ class RowFormat:
         kind: Kind of the records (`verl_ray/data/records.py`).
         max_tokens: Limit of a prompt, or of a whole row where the response is given.
         max_tokens_key: Setting that the limit comes from.
-        preference: Settings of the files where the records are pairs, else None.
+        preference: Settings of the files where the records are pairs, or responses with
+            labels; else None.
         margin: Margin of every pair, or "record" for one in each record; None where no
             loss reads one.
         top_k: A teacher's most probable tokens in the place of each; 0 for none.

@@ -13,7 +13,8 @@ class PairsConfig(Section):
     """The number and the size of pairs."""
 
     batch_size: Positive
-    """Pairs per optimizer step, over all ranks."""
+    """Pairs per optimizer step, over all ranks; responses, if these have labels instead
+    of partners."""
     max_tokens: Positive
     """The longest row, prompt and response together, in tokens."""
 
@@ -22,7 +23,7 @@ class PairsEvaluationConfig(Section):
     """The evaluation on held-out pairs."""
 
     num_pairs: Positive | None
-    """The first N held-out pairs; null = all."""
+    """The first N held-out pairs, or responses with labels; null = all."""
 
 
 class PreferenceTaskConfig(Config):
@@ -46,7 +47,7 @@ class PreferenceTaskConfig(Config):
     @property
     def rows_per_step(self) -> int:
         """Number of rows per step, two for each pair."""
-        return 2 * self.preference.batch_size
+        return self.rows_per_unit * self.preference.batch_size
 
     @property
     def step_in_words(self) -> str:

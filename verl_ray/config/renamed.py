@@ -147,6 +147,12 @@ def migrated(tree: Mapping[str, Any]) -> dict[str, Any]:
     if isinstance(data, dict) and "prompts_per_step" in data:
         data.setdefault("curriculum", copy.deepcopy(_NO_CURRICULUM))
 
+    # Only policies learn from responses with labels.
+    preference = result.get("preference")
+    if isinstance(preference, dict) and "loss" in preference:
+        preference.setdefault("desirable_weight", None)
+        preference.setdefault("undesirable_weight", None)
+
     # Only runs with rollouts have episodes, and rollouts to record.
     if "rollout" in result:
         result.setdefault("agent", copy.deepcopy(_NO_AGENT))

@@ -21,7 +21,11 @@ from verl_ray.data.fields import Fields
 from verl_ray.data.prompts import fitting_rows
 from verl_ray.data.records import Content, PreferenceRecord, Reading, preference_reading
 from verl_ray.data.row_source import DataSets, Encoded, RowSource
-from verl_ray.data.tokenizers import strip_special_tokens, template_arguments
+from verl_ray.data.tokenizers import (
+    TemplateArguments,
+    strip_special_tokens,
+    template_arguments,
+)
 from verl_ray.errors import DataError
 from verl_ray.settings.section import resolved
 
@@ -233,11 +237,12 @@ def _refuse_unusable(
 def _has_empty_response(records: Sequence[PreferenceRecord]) -> Bool:
     """Records with a response of white space alone, bool [records]."""
     return np.array(
-        [_is_empty(record.chosen) or _is_empty(record.rejected) for record in records]
+        [is_empty(record.chosen) or is_empty(record.rejected) for record in records]
     )
 
 
-def _is_empty(content: Content) -> bool:
+def is_empty(content: Content) -> bool:
+    """Return whether a response is white space alone."""
     # In both forms the response comes last.
     response = content[1] if isinstance(content, tuple) else str(content[-1]["content"])
     return not response.strip()
@@ -250,24 +255,45 @@ def _tokenize(
     config: PreferenceDataConfig,
 ) -> tuple[Ragged, Ragged]:
     """Return the tokens of one side of each pair, and the masks of its responses."""
-    contents = []
-    for record in records:
-        content = record.chosen if side == "chosen" else record.rejected
-        # What is to be refused is not removed before it is seen.
-        if config.special_tokens != "refuse":
-            content = _without_specials(content, tokenizer)
-        contents.append(content)
+    return tokenize_responses(
+        [record.chosen if side == "chosen" else record.rejected for record in records],
+        [f"{record.where}, {side}" for record in records],
+        [record.template_arguments for record in records],
+        tokenizer,
+        config,
+    )
 
+
+def tokenize_responses(
+    contents: Sequence[Content],
+    places: Sequence[str],
+    arguments: Sequence[TemplateArguments],
+    tokenizer: PreTrainedTokenizerBase,
+    config: PreferenceDataConfig,
+) -> tuple[Ragged, Ragged]:
+    """Return the tokens of contents, and masks that are True on their last responses.
+
+    Args:
+        contents: Prompts with their responses.
+        places: The name of each, for errors.
+        arguments: What each record gives to the chat template.
+        tokenizer: The tokenizer.
+        config: The settings of the files.
+
+    Raises:
+        DataError: The tokenizer or its chat template does not fit a content.
+    """
+    # What is to be refused is not removed before it is seen.
+    if config.special_tokens != "refuse":
+        contents = [_without_specials(content, tokenizer) for content in contents]
     tokens, mask = tokenize(
         contents,
-        [f"{record.where}, {side}" for record in records],
+        places,
         tokenizer,
         apply_chat_template=resolved(config.apply_chat_template),
         special_tokens=config.special_tokens,
         responses="last",
-        arguments=template_arguments(
-            config, [record.template_arguments for record in records]
-        ),
+        arguments=template_arguments(config, arguments),
     )
     return tokens, Ragged(mask, tokens.offsets)
 

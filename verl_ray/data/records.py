@@ -14,12 +14,15 @@ Fields of each kind of record in our own schema, where `?` marks an optional one
     preference  {"prompt": text or messages, "chosen": text, "rejected": text,
                  "margin": number?}
                 or {"chosen": messages, "rejected": messages, "margin": number?}
+    unpaired    {"prompt": text or messages, "response": text, "label": true or false}
+                or {"messages": messages, "label": true or false}
+                or pairs, each of which is a response of either label
 
 Messages are a list of {"role": text, "content": text}. The messages of `chosen` and
 `rejected` are the whole conversation, and differ in the last message alone, the
 response. Each kind may have `chat_template_kwargs`, an object, and `enable_thinking`,
 which the chat template gets. Further fields of a prompt are for its reward, and are
-else ignored, so one file can serve all three kinds.
+else ignored, so one file can serve several kinds.
 """
 
 from __future__ import annotations
@@ -56,7 +59,7 @@ from verl_ray.data.fields import (
 from verl_ray.data.files import is_glob, read_rows
 from verl_ray.data.further_fields import extra_json
 from verl_ray.data.media import refuse_media
-from verl_ray.data.schemas import Schema, choose_schema
+from verl_ray.data.schemas import Schema, choose_schema, fitting_schema
 from verl_ray.data.tokenizers import TemplateArguments, arguments_of
 from verl_ray.errors import DataError
 from verl_ray.shell import table_override
@@ -80,6 +83,17 @@ _RESPONSE_MARK = re.compile(
 )
 
 _LAST_WORD = re.compile(r"\s*\w*$")
+
+_LABELS = {
+    "true": True,
+    "1": True,
+    "1.0": True,
+    "false": False,
+    "0": False,
+    "0.0": False,
+}
+"""Labels as a file may write them, in lower case. Of columns with nulls, Parquet and
+CSV files make numbers with a point."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,6 +144,17 @@ class PreferenceRecord:
     """What the record gives to the chat template."""
 
 
+@dataclass(frozen=True, slots=True)
+class UnpairedRecord:
+    """A response that is desirable or not. A conversation ends with it."""
+
+    where: str
+    content: Content
+    is_desirable: bool
+    template_arguments: TemplateArguments = field(default_factory=dict)
+    """What the record gives to the chat template."""
+
+
 @dataclass(frozen=True)
 class Reading(Generic[Record]):
     """The way in which all records of one data set are read.
@@ -139,18 +164,25 @@ class Reading(Generic[Record]):
     """
 
     description: str
-    _read: Callable[[str, Fields], Record]
+    _reads: tuple[Callable[[str, Fields], Record], ...]
 
-    def record(self, where: str, fields: Fields) -> Record:
+    @property
+    def per_row(self) -> int:
+        """Number of records that a row of the file holds."""
+        return len(self._reads)
+
+    def record(self, where: str, fields: Fields, number: int = 0) -> Record:
         """Return a record of the set.
 
         Args:
             where: The place of the record, for errors.
+            fields: The row of the file that holds it.
+            number: Which of the records of the row.
 
         Raises:
             DataError: a field is not what it should be.
         """
-        return self._read(where, fields)
+        return self._reads[number](where, fields)
 
 
 # ----------------------------------------------------------------------------- readings
@@ -170,7 +202,7 @@ def prompt_reading(
     schema = choose_schema("prompt", data_set.columns, first, where)
     source = _default_source(data_set)
     read = partial(_prompt_record, schema, source, has_episodes)
-    return Reading(schema.description, read)
+    return Reading(schema.description, (read,))
 
 
 def supervised_reading(
@@ -182,7 +214,7 @@ def supervised_reading(
         DataError: the record has not the columns of the set, or fits no schema.
     """
     schema = choose_schema("supervised", data_set.columns, first, where)
-    return Reading(schema.description, partial(_supervised_record, schema))
+    return Reading(schema.description, (partial(_supervised_record, schema),))
 
 
 def preference_reading(
@@ -194,7 +226,41 @@ def preference_reading(
         DataError: the record has not the columns of the set, or fits no schema.
     """
     schema = choose_schema("preference", data_set.columns, first, where)
-    return Reading(schema.description, partial(_preference_record, schema))
+    return Reading(schema.description, (partial(_preference_record, schema),))
+
+
+def unpaired_reading(
+    data_set: DataSet, first: Fields, where: str
+) -> Reading[UnpairedRecord]:
+    """Return how to read a set of responses with labels, from its first record.
+
+    A row of pairs holds two of them.
+
+    Raises:
+        DataError: the record has not the columns of the set, or fits no schema.
+    """
+    columns = data_set.columns
+    pairs = None
+    if fitting_schema("unpaired", columns, first) is None:
+        pairs = fitting_schema("preference", columns, first)
+    if pairs is None:
+        schema = choose_schema("unpaired", columns, first, where)
+        return Reading(schema.description, (partial(_unpaired_record, schema),))
+
+    description = f"pairs ({pairs.description}): chosen is desirable, rejected is not"
+    sides = (partial(_record_of_pair, pairs, label) for label in (True, False))
+    return Reading(description, tuple(sides))
+
+
+def holds_pairs(data_set: DataSet) -> bool:
+    """Return whether a set of preferences is one of pairs.
+
+    Raises:
+        DataError: its first record cannot be read.
+    """
+    for where, first in read_rows(data_set):
+        return unpaired_reading(data_set, first, where).per_row > 1
+    return False
 
 
 def read_prompts(
@@ -229,7 +295,8 @@ def read_records(
     for where, fields in read_rows(data_set):
         if reading is None:
             reading = reading_of(data_set, fields, where)
-        records.append(reading.record(where, fields))
+        numbers = range(reading.per_row)
+        records += [reading.record(where, fields, number) for number in numbers]
     return records
 
 
@@ -314,6 +381,36 @@ def _preference_record(schema: Schema, where: str, fields: Fields) -> Preference
     chosen, rejected = _pair_of_contents(schema, fields, where)
     arguments = arguments_of(fields, where)
     return PreferenceRecord(where, chosen, rejected, margin, arguments)
+
+
+def _unpaired_record(schema: Schema, where: str, fields: Fields) -> UnpairedRecord:
+    _refuse_unseen(schema, fields, where)
+    value = _required(schema, "label", fields, where)
+    label = _LABELS.get(str(value).lower())
+    if label is None:
+        raise DataError(
+            f"{schema.columns['label']} is {excerpt(value)}",
+            expected="true or 1 for a desirable response, false or 0 for another",
+            place=where,
+        )
+
+    prompt = _prompt(schema, fields, where) if "prompt" in schema.columns else None
+    name = "messages" if "messages" in schema.columns else "response"
+    content = _answered(schema, prompt, name, fields, where)
+    arguments = arguments_of(fields, where)
+    return UnpairedRecord(where, _unmarked(content), label, arguments)
+
+
+def _record_of_pair(
+    schema: Schema, is_desirable: bool, where: str, fields: Fields
+) -> UnpairedRecord:
+    """Return one of the responses of a pair: the better one is desirable."""
+    pair = _preference_record(schema, where, fields)
+    content = pair.chosen if is_desirable else pair.rejected
+    side = "chosen" if is_desirable else "rejected"
+    return UnpairedRecord(
+        f"{where}, {side}", content, is_desirable, pair.template_arguments
+    )
 
 
 def _margin(schema: Schema, where: str, fields: Fields) -> float | None:

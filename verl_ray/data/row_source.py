@@ -264,7 +264,8 @@ class RowSource(ABC, Generic[RecordT, RowsT]):
                 if reading is None:
                     reading = self._reading(data_set, fields, where)
                     self.read_as.append(reading.description)
-                records.append(reading.record(where, fields))
+                numbers = range(reading.per_row)
+                records += [reading.record(where, fields, number) for number in numbers]
             if reading is None:
                 raise DataError(
                     "holds no records",
@@ -323,7 +324,10 @@ class _OnDisk(Generic[RecordT]):
     def __init__(
         self, parts: Sequence[StoredRows], readings: Sequence[Reading[RecordT]]
     ) -> None:
-        self.counts = tuple(len(part) for part in parts)
+        self.counts = tuple(
+            len(part) * reading.per_row
+            for part, reading in zip(parts, readings, strict=True)
+        )
         self.digest = "streamed: " + ", ".join(part.digest for part in parts)
         self._parts = parts
         self._readings = readings
@@ -340,11 +344,16 @@ class _OnDisk(Generic[RecordT]):
         records: dict[int, RecordT] = {}
         for part in np.unique(parts).tolist():
             part_rows = rows[parts == part]
-            stored = self._parts[part].read(part_rows - self._firsts[part])
-            read = self._readings[part].record
+            reading = self._readings[part]
+            file_rows, numbers = np.divmod(
+                part_rows - self._firsts[part], reading.per_row
+            )
+            stored = self._parts[part].read(file_rows)
             records |= {
-                row: read(where, fields)
-                for row, (where, fields) in zip(part_rows.tolist(), stored, strict=True)
+                row: reading.record(where, fields, number)
+                for row, number, (where, fields) in zip(
+                    part_rows.tolist(), numbers.tolist(), stored, strict=True
+                )
             }
         return [records[row] for row in rows.tolist()]
 

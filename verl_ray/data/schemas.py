@@ -84,6 +84,21 @@ def choose_schema(
     for field, path in columns.items():
         _require_column(field, path, first, where)
 
+    schema = fitting_schema(kind, columns, first)
+    if schema is None:
+        raise _no_schema(kind, columns, first, where)
+    return schema
+
+
+def fitting_schema(
+    kind: RecordKind, columns: Mapping[str, str], first: Fields
+) -> Schema | None:
+    """Return the first known schema that a record fits; None if it fits none.
+
+    Args:
+        columns: Our field -> the path of its column, as the user sets them.
+        first: The first record of the set.
+    """
     optional = FIELDS_OF_KIND[kind] & _OPTIONAL
     for known in _known_schemas(kind):
         if columns.keys() - known.columns.keys() - optional:
@@ -99,7 +114,7 @@ def choose_schema(
             if others.get("system") in first:
                 description += f", system message from {others['system']}"
             return Schema(description, others | names, frozenset(names))
-    raise _no_schema(kind, columns, first, where)
+    return None
 
 
 def _require_column(field: str, path: str, first: Fields, where: str) -> None:
@@ -170,6 +185,7 @@ def _known_schemas(kind: RecordKind) -> tuple[Schema, ...]:
         "prompt": _PROMPT_SCHEMAS,
         "supervised": _SUPERVISED_SCHEMAS,
         "preference": _PREFERENCE_SCHEMAS,
+        "unpaired": _UNPAIRED_SCHEMAS,
     }[kind]
 
 
@@ -283,6 +299,26 @@ _PREFERENCE_SCHEMAS = (
     _OWN_PREFERENCES[1],
 )
 
+_UNPAIRED_SCHEMAS = tuple(
+    Schema(description, {**columns, "label": "label"})
+    for description, columns in (
+        (OWN_SCHEMA, {"prompt": "prompt", "response": "response"}),
+        (
+            "TRL's unpaired preferences: response from completion",
+            {"prompt": "prompt", "response": "completion"},
+        ),
+        *(
+            (f"{schema.description}, {{label}}", schema.columns)
+            for schema in _pairs("response", _RESPONSES)
+        ),
+        ("messages: the last one is the response", {"messages": "messages"}),
+        (
+            "completion: prompt and response from its messages",
+            {"response": "completion"},
+        ),
+    )
+)
+
 
 # ------------------------------------------------------------------------------- errors
 
@@ -296,11 +332,18 @@ def _no_schema(
         "prompt": "prompt and answer",
         "supervised": "prompt and response, or messages",
         "preference": "prompt, chosen and rejected",
+        "unpaired": "prompt, response and label, or prompt, chosen and rejected",
     }
+    fix = f"set {table}"
+    if kind == "preference" and fitting_schema("unpaired", {}, first) is not None:
+        fix = (
+            "take records of pairs, or use --config-name dpo preference.loss=kto,"
+            " which learns from single responses with a label"
+        )
     return DataError(
         f"the columns {_listed(first)} fit no schema that is known (as {known[kind]}"
         " would)",
-        fix=f"set {table}",
+        fix=fix,
         place=where,
     )
 
@@ -324,6 +367,11 @@ def _guess(
             "prompt": _PROMPTS,
             "chosen": ("chosen", "preferred", "winner", "better", "accepted"),
             "rejected": ("rejected", "dispreferred", "loser", "worse"),
+        },
+        "unpaired": {
+            "prompt": _PROMPTS,
+            "response": _RESPONSES,
+            "label": ("label", "desirable", "good", "thumb", "liked", "feedback"),
         },
     }
     guess = dict(columns)

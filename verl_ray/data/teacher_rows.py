@@ -112,7 +112,7 @@ class TeacherSource(RowSource[TeacherRecord, TrainingBatch]):
     def _reading(
         self, data_set: DataSet, first: Fields, where: str
     ) -> Reading[TeacherRecord]:
-        return Reading("responses with a teacher's log-probs", self._record)
+        return Reading("responses with a teacher's log-probs", (self._record,))
 
     def _record(self, where: str, fields: Fields) -> TeacherRecord:
         text = fields.get("response")

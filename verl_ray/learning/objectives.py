@@ -37,7 +37,7 @@ _OUTPUTS = (
 )
 """The outputs of a model that losses read."""
 
-_ROW_COLUMNS = ("margin", "ref_log_prob", "scores")
+_ROW_COLUMNS = ("margin", "desirable", "ref_log_prob", "scores")
 """What has one value per row; all else has one per selected token."""
 
 
@@ -53,6 +53,7 @@ class LossInputs:
         unit: int64 [rows], the unit of each row, from 0 and ascending; None where every
             row is one.
         margin: float32 [rows].
+        desirable: bool [rows], labels of responses without partners.
         ref_log_prob: float64 [rows], log-probs of whole responses by the reference.
         rollout_log_probs: Log-probs of the sampler.
         is_fresh: 1 where the token is of the policy version that learns, else 0.
@@ -72,6 +73,7 @@ class LossInputs:
     row: Tensor
     unit: Tensor | None = None
     margin: Tensor | None = None
+    desirable: Tensor | None = None
     ref_log_prob: Tensor | None = None
     rollout_log_probs: Tensor | None = None
     is_fresh: Tensor | None = None

@@ -8,7 +8,7 @@ at its beginning.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,8 +23,10 @@ from verl_ray.data.cursor import shares_in_words
 from verl_ray.data.files import size_bytes
 from verl_ray.data.preferences import PreferenceSource
 from verl_ray.data.prompts import PromptSource
+from verl_ray.data.records import holds_pairs
 from verl_ray.data.row_source import RowSource, are_large, refuse_unstreamable
 from verl_ray.data.teacher_rows import TeacherSource
+from verl_ray.data.unpaired import UnpairedSource
 from verl_ray.errors import ConfigError, DataError, OverlongRows, Problem, file_problem
 from verl_ray.preflight.tokenizer_trial import stop_warnings, tried_tokenizer
 
@@ -171,6 +173,14 @@ def _read(
 
     is_whole = sum(map(size_bytes, data_sets)) <= WHOLE_BYTES
     most = None if is_whole else SAMPLE_RECORDS
+    # An evaluation measures pairs as pairs.
+    is_held_out = key == "data.validation_path"
+    if (
+        row_format.kind == "unpaired"
+        and is_held_out
+        and all(map(holds_pairs, data_sets))
+    ):
+        row_format = replace(row_format, kind="preference")
     source = _source(data_sets, tokenizer, row_format, config, most)
 
     rows = source.all()
@@ -211,7 +221,9 @@ def _source(
     row_format: RowFormat,
     config: Config,
     most: int | None,
-) -> PromptSource | SupervisedSource | PreferenceSource | TeacherSource:
+) -> (
+    PromptSource | SupervisedSource | PreferenceSource | UnpairedSource | TeacherSource
+):
     """Read the records of a file as the run's task does."""
     seed = config.run.seed
     limit = row_format.max_tokens
@@ -245,7 +257,17 @@ def _source(
             most_records=most,
         )
 
-    assert row_format.preference is not None, "pairs have settings of their own"
+    assert row_format.preference is not None, "preferences have settings of their own"
+    if row_format.kind == "unpaired":
+        return UnpairedSource(
+            data_sets,
+            tokenizer,
+            row_format.preference,
+            max_tokens=limit,
+            seed=seed,
+            most_records=most,
+        )
+
     return PreferenceSource(
         data_sets,
         tokenizer,

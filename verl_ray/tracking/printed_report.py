@@ -36,7 +36,7 @@ _SMALLEST_SHARE = 0.005
 _SHOWN_PHASES = 5
 
 # Last parts of the names of metrics that count held-out rows.
-_COUNTS = ("num_prompts", "num_pairs")
+_COUNTS = ("num_prompts", "num_pairs", "num_responses")
 
 
 @dataclass(frozen=True)

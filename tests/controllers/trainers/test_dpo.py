@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +28,10 @@ from verl_ray.models.tiny import make_tiny_qwen3
 from verl_ray.tracking.jsonl import read_metrics
 
 BETA = 0.5
+SHAPE = TinyModelConfig(
+    hidden_size=64, num_layers=2, num_heads=4, num_kv_heads=2, head_size=32, intermediate_size=128,
+    tie_embeddings=True,
+)  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -49,15 +55,19 @@ def dpo_run(
 
 
 @pytest.mark.cluster
+@pytest.mark.parametrize(
+    "loss", ["sigmoid", pytest.param("kto", marks=pytest.mark.slow)]
+)
 def test_training_resumes_to_the_same_bits(
-    cluster: Session, inputs: Inputs, pairs: ArithmeticFiles, tmp_path: Path
+    cluster: Session, inputs: Inputs, pairs: ArithmeticFiles, tmp_path: Path, loss: str
 ) -> None:
     """The second epoch begins after the resume, and reads what the first one kept."""
     whole, broken = tmp_path / "whole", tmp_path / "broken"
     for run_dir, steps in ((whole, 3), (broken, 1), (broken, 3)):
         run = dpo_run(
-            inputs, pairs, run_dir, "backend=fsdp", f"run.total_steps={steps}"
-        )
+            inputs, pairs, run_dir, "backend=fsdp", f"run.total_steps={steps}",
+            f"preference.loss={loss}",
+        )  # fmt: skip
         command_here(cluster, "train", *run)
 
     straight, resumed = (
@@ -73,6 +83,10 @@ def test_training_resumes_to_the_same_bits(
         )
         states.append(torch.load(folder / "state.pt", weights_only=False)["model"])
     assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
+
+    if loss == "kto":
+        assert all(line["kl"] >= 0 for line in straight[1:])
+        return
 
     # At the reference the policy tells no response from the other.
     first, last = straight[0], straight[-1]
@@ -94,28 +108,34 @@ def test_training_resumes_to_the_same_bits(
     assert last["val-core/held_out/pair_accuracy"] == pytest.approx(accuracy)
 
 
+@cache
+def loaded(path: Path) -> Any:
+    return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+
+
+def log_ratio(policy: Path, reference: Path, prompt: str, response: str) -> float:
+    """The log-prob of a response by one model less that by the other."""
+    tokenizer = load_tokenizer(policy)
+    start = len(tokenizer(prompt)["input_ids"])
+    tokens = torch.tensor(
+        [[*tokenizer(prompt + response)["input_ids"], tokenizer.eos_token_id]]
+    )
+    sums = []
+    for path in (policy, reference):
+        with torch.no_grad():
+            log_probs = loaded(path)(tokens).logits[0, :-1].log_softmax(-1)
+        chosen = log_probs.gather(1, tokens[0, 1:, None])[start - 1 :]
+        sums.append(float(chosen.sum()))
+    return sums[0] - sums[1]
+
+
 def by_transformers(
     reference_path: Path, model_path: Path, pairs: ArithmeticFiles
 ) -> tuple[float, float]:
     """Pair accuracy and log-loss of implicit rewards, one row at a time."""
-    reference, policy = (
-        AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
-        for path in (reference_path, model_path)
-    )
-    tokenizer = load_tokenizer(model_path)
 
     def reward(prompt: str, response: str) -> float:
-        start = len(tokenizer(prompt)["input_ids"])
-        tokens = torch.tensor(
-            [[*tokenizer(prompt + response)["input_ids"], tokenizer.eos_token_id]]
-        )
-        sums = []
-        for model in (policy, reference):
-            with torch.no_grad():
-                log_probs = model(tokens).logits[0, :-1].log_softmax(-1)
-            chosen = log_probs.gather(1, tokens[0, 1:, None])[start - 1 :]
-            sums.append(float(chosen.sum()))
-        return BETA * (sums[0] - sums[1])
+        return BETA * log_ratio(model_path, reference_path, prompt, response)
 
     right, loss = 0.0, 0.0
     records = read_preferences(pairs.validation.jsonl)
@@ -126,6 +146,46 @@ def by_transformers(
     return right / len(records), loss / len(records)
 
 
+@pytest.mark.cluster
+def test_the_divergence_is_that_of_the_whole_mini_batch(
+    cluster: Session, inputs: Inputs, pairs: ArithmeticFiles, tmp_path: Path
+) -> None:
+    """Two ranks learn from three pairs as six responses, with another reference."""
+    other = make_tiny_qwen3(tmp_path / "other", inputs.model, SHAPE, seed=5)
+    run = dpo_run(
+        inputs, pairs, tmp_path / "run", "backend=fsdp", "actor.num_ranks=2", "preference.loss=kto",
+        f"reference.model.path={other}", "data.shuffle=false", "preference.batch_size=6", "run.total_steps=1",
+    )  # fmt: skip
+    command_here(cluster, "train", *run)
+    before, step = read_metrics(tmp_path / "run" / "metrics.jsonl")
+
+    records = read_preferences(pairs.train.jsonl)[:3]
+    responses = [
+        side for record in records for side in (record.chosen, record.rejected)
+    ]
+    prompts, texts = zip(*responses, strict=True)
+
+    def ratios(texts: Sequence[str]) -> np.ndarray[Any, np.dtype[np.float64]]:
+        pairs = zip(prompts, texts, strict=True)
+        return np.array([log_ratio(inputs.model, other, *pair) for pair in pairs])
+
+    divergence = ratios([*texts[1:], texts[0]]).mean()
+    assert divergence > 0.1
+    assert step["kl"] == pytest.approx(divergence, abs=1e-5)
+    own = ratios(texts)
+    gain = BETA * (own - divergence) * np.array([1, -1] * 3)
+    assert step["actor/loss"] == pytest.approx(
+        (1 / (1 + np.exp(gain))).mean(), abs=1e-6
+    )
+    assert step["rewards/chosen"] == pytest.approx(BETA * own[0::2].mean(), abs=1e-5)
+    assert step["rewards/rejected"] == pytest.approx(BETA * own[1::2].mean(), abs=1e-5)
+
+    # Held-out pairs are measured as those of any other loss.
+    accuracy, loss = by_transformers(other, inputs.model, pairs)
+    assert before["val-core/held_out/log_loss"] == pytest.approx(loss, abs=1e-5)
+    assert before["val-core/held_out/pair_accuracy"] == pytest.approx(accuracy)
+
+
 @pytest.mark.slow
 @pytest.mark.cluster
 @pytest.mark.parametrize(
@@ -134,6 +194,7 @@ def by_transformers(
         ("backend=engine", "actor.lora.rank=4", "preference.loss=ipo"),
         ("backend=megatron", "backend.tensor_parallel=2", "actor.num_ranks=2"),
         ("backend=fsdp", "actor.num_ranks=2", "preference.loss=simpo"),
+        ("backend=engine", "actor.lora.rank=4", "preference.loss=kto"),
         (
             "backend=engine",
             "backend@reference.backend=fsdp",
@@ -166,26 +227,32 @@ def test_an_evaluation_measures_what_the_run_measured(
 
 @pytest.mark.slow
 @pytest.mark.cluster
-def test_a_preference_is_learned_from_nothing(cluster: Session, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("records", "loss", "metric"),
+    [
+        ("pairs", "sigmoid", "pair_accuracy"),
+        ("unpaired", "kto", "auc"),
+        ("unpaired", "apo_zero_unpaired", "auc"),
+    ],
+)
+def test_a_preference_is_learned_from_nothing(
+    cluster: Session, tmp_path: Path, records: str, loss: str, metric: str
+) -> None:
     """Of 800 held-out pairs the untrained model tells half, and then nearly all."""
     write_digits(tmp_path / "data", seed=0)
     character_tokenizer(tmp_path / "tokenizer", ALPHABET)
-    shape = TinyModelConfig(
-        hidden_size=64, num_layers=2, num_heads=4, num_kv_heads=2, head_size=32, intermediate_size=128,
-        tie_embeddings=True,
-    )  # fmt: skip
     model = make_tiny_qwen3(
-        tmp_path / "untrained", tmp_path / "tokenizer", shape, seed=0
+        tmp_path / "untrained", tmp_path / "tokenizer", SHAPE, seed=0
     )
     command_here(
         cluster, "train", "--config-name", "dpo", f"run.dir={tmp_path / 'run'}", f"model.path={model}",
-        f"data.train_path={tmp_path}/data/train_pairs.jsonl",
-        f"data.validation_path={tmp_path}/data/validation_pairs.jsonl", "preference.max_tokens=16",
+        f"data.train_path={tmp_path}/data/train_{records}.jsonl", f"preference.loss={loss}",
+        f"data.validation_path={tmp_path}/data/validation_{records}.jsonl", "preference.max_tokens=16",
         "preference.batch_size=64", "actor.optimizer.lr=3e-3", "run.total_steps=40", "run.evaluate_every=40",
         "run.checkpoint_every=0", "tracking.wandb.mode=disabled",
     )  # fmt: skip
     before, *_, after = read_metrics(tmp_path / "run" / "metrics.jsonl")
-    name = "val-core/held_out/pair_accuracy"
+    name = f"val-core/held_out/{metric}"
     assert 0.3 < before[name] < 0.7
     assert after[name] > 0.98
 

@@ -157,6 +157,44 @@ def test_preferences_by_hand() -> None:
     )
 
 
+def test_labels_by_hand() -> None:
+    """Of 2 x 3 pairs the desirable response is above in 4, and there is a tie."""
+    rewards = np.array([1.0, 3.0, 0.0, 1.0, 2.0])
+    is_desirable = np.array([True, True, False, False, False])
+    auc = (1 + 0.5 + 0 + 3) / 6
+    found = held_out_measures.label_metrics(rewards, is_desirable)
+    assert found["val-core/held_out/auc"] == pytest.approx(auc)
+    assert found["val-aux/held_out/num_responses"] == 5
+    assert found["val-aux/held_out/chosen/mean"] == 2
+    assert found["val-aux/held_out/rejected/mean"] == 1
+
+    scores = held_out_measures.auc_scores(rewards, is_desirable)
+    shares = np.array([1.5 / 3, 1, 1, 1.5 / 2, 1 / 2])
+    weights = np.array([5 / 2, 5 / 2, 5 / 3, 5 / 3, 5 / 3])
+    assert scores == pytest.approx(auc + weights * (shares - auc))
+    # The order of the rows changes nothing, and reversed labels reverse the order.
+    order = np.array([3, 0, 4, 1, 2])
+    mixed = held_out_measures.auc_scores(rewards[order], is_desirable[order])
+    assert mixed == pytest.approx(scores[order])
+    reverse = held_out_measures.auc_scores(-rewards, is_desirable)
+    assert reverse.mean() == pytest.approx(1 - auc)
+    rewards[0] = math.nan
+    assert np.isnan(held_out_measures.auc_scores(rewards, is_desirable)).all()
+
+
+def test_the_spread_of_label_scores_is_that_of_the_area() -> None:
+    """DeLong's variance is near that of the AUC over many draws of responses."""
+    random = np.random.default_rng(0)
+    is_desirable = np.arange(90) < 30
+    means, variances = [], []
+    for _ in range(2000):
+        rewards = random.normal(size=90) + is_desirable
+        scores = held_out_measures.auc_scores(rewards, is_desirable)
+        means.append(scores.mean())
+        variances.append(scores.var() / 90)
+    assert np.mean(variances) == pytest.approx(np.var(means), rel=0.1)
+
+
 def test_rewards_are_per_response_and_advantages_per_token() -> None:
     kl = {
         "importance_weighted": False,
