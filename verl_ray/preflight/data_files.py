@@ -226,7 +226,6 @@ def _source(
 ):
     """Read the records of a file as the run's task does."""
     seed = config.run.seed
-    limit = row_format.max_tokens
     data = config.data
 
     if row_format.kind == "prompt":
@@ -241,42 +240,23 @@ def _source(
             environments=() if agent is None else agent.environments,
         )
 
+    limits: dict[str, Any] = {
+        "max_tokens": row_format.max_tokens,
+        "seed": seed,
+        "most_records": most,
+    }
     if row_format.kind == "supervised":
-        return SupervisedSource(
-            data_sets, tokenizer, data, max_tokens=limit, seed=seed, most_records=most
-        )
-
+        return SupervisedSource(data_sets, tokenizer, data, **limits)
     if row_format.kind == "teacher":
-        return TeacherSource(
-            data_sets,
-            tokenizer,
-            data,
-            max_tokens=limit,
-            top_k=row_format.top_k,
-            seed=seed,
-            most_records=most,
-        )
+        limits["top_k"] = row_format.top_k
+        return TeacherSource(data_sets, tokenizer, data, **limits)
 
-    assert row_format.preference is not None, "preferences have settings of their own"
+    preference = row_format.preference
+    assert preference is not None, "preferences have settings of their own"
     if row_format.kind == "unpaired":
-        return UnpairedSource(
-            data_sets,
-            tokenizer,
-            row_format.preference,
-            max_tokens=limit,
-            seed=seed,
-            most_records=most,
-        )
-
-    return PreferenceSource(
-        data_sets,
-        tokenizer,
-        row_format.preference,
-        max_tokens=limit,
-        seed=seed,
-        margin=row_format.margin,
-        most_records=most,
-    )
+        return UnpairedSource(data_sets, tokenizer, preference, **limits)
+    limits["margin"] = row_format.margin
+    return PreferenceSource(data_sets, tokenizer, preference, **limits)
 
 
 def _warnings(file: DataFile, config: Config) -> Iterator[str]:
