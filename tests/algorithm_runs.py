@@ -104,7 +104,7 @@ def main() -> int:
                     fault = str(error).strip().rpartition("\n")[2]
                 wrong += fault is not None
                 seconds = f"{time.monotonic() - began_s:.0f}"
-                losses = " ".join(f"{line['actor/pg_loss']:.4g}" for line in lines)
+                losses = " ".join(f"{line['actor/loss']:.4g}" for line in lines)
                 norms = " ".join(f"{line['actor/grad_norm']:.4g}" for line in lines)
                 print(
                     _ROW.format(

@@ -1,7 +1,7 @@
 """Actor: the policy that learns, and the sender of the weights that generate rollouts.
 
-Invariant: no method but `update` and `learn` changes the weights. Which methods make a
-step, and who receives the weights, is decided by `controllers`.
+Invariant: no method but `update`, `update_pairs` and `learn` changes the weights. Which
+methods make a step, and who receives the weights, is decided by `controllers`.
 """
 
 from __future__ import annotations
@@ -32,11 +32,13 @@ from verl_ray.data.token_versions import VersionAges, versions_of_tokens
 from verl_ray.engine.base import EngineSpec, LossAccumulator, LossReport
 from verl_ray.errors import WeightSyncError
 from verl_ray.learning.credit import response_divergences, token_credit
+from verl_ray.learning.objectives import Objective
 from verl_ray.learning.policy_objective import (
     PolicyObjective,
     mean_weight,
     select_tokens,
 )
+from verl_ray.learning.preference_objective import PolicyPreferenceObjective
 from verl_ray.ops.installed_torch import leaving_a_core
 from verl_ray.ops.masked import Moments, whiten
 from verl_ray.ops.outputs import TopTokens
@@ -180,11 +182,6 @@ class ActorWorker(ModelWorker):
             whitening: Moments of the advantages over the whole step; None leaves the
                 advantages as they are.
         """
-        # No loss is built from tokens that are too old.
-        versions = versions_of_tokens(rows)
-        ages = mini_batch.ages
-        tokens_of_versions = {} if ages is None else ages.count(versions)
-
         algorithm = objective.algorithm
         advantages = advantages_in_loss(algorithm, rows, credit, whitening)
         seed = mini_batch.seed
@@ -211,16 +208,70 @@ class ActorWorker(ModelWorker):
             candidates=None if reference is None else reference.top_tokens,
             teacher_log_probs=None if reference is None else reference.top_log_probs,
             advantages=advantages,
-            is_fresh=_is_fresh(rows, versions, ages),
         )
+        return self._learn_of_ages(rows, batch, objective, mini_batch.ages)
+
+    def update_pairs(
+        self,
+        rows: Rollouts,
+        reference: LogProbs | None,
+        mini_batch: MiniBatch,
+        objective: PolicyPreferenceObjective,
+    ) -> UpdateReport:
+        """Make one optimizer step on the pairs of a mini-batch.
+
+        The loss is the mean over all of them.
+
+        Args:
+            rows: This rank's rows, in whole pairs: the best response of a group, then
+                the worst one.
+            reference: Log-probs of the reference for them; None for a loss without one.
+        """
+        weight = np.float32(2 / mini_batch.total_trajectories)
+        ref_log_prob = None
+        if reference is not None:
+            ref_log_prob = np.bincount(
+                rows.row_of_token, weights=reference.log_probs, minlength=rows.num_rows
+            ).astype(np.float64)
+        batch = TrainingBatch(
+            offsets=rows.offsets,
+            tokens=rows.tokens,
+            response_mask=rows.response_mask,
+            routed_experts=rows.routed_experts,
+            loss_weight=np.full(rows.num_rows, weight),
+            unit=rows.group_id,
+            rollout_log_probs=rows.rollout_log_probs,
+            ref_log_prob=ref_log_prob,
+        )
+        return self._learn_of_ages(rows, batch, objective, mini_batch.ages)
+
+    def _learn_of_ages(
+        self,
+        rows: Rollouts,
+        batch: TrainingBatch,
+        objective: Objective,
+        ages: VersionAges | None,
+    ) -> UpdateReport:
+        """Make one optimizer step; report how old the tokens of its rows are.
+
+        Args:
+            rows: The rows.
+            batch: What the objective reads of them.
+            objective: The loss.
+            ages: What is known of the ages of versions; None: all are the present one.
+        """
+        if ages is None:
+            return self.learn(batch, objective)
+        # No loss is built from tokens that are too old.
+        versions = versions_of_tokens(rows)
+        tokens_of_versions = ages.count(versions)
+        batch = batch.replace(is_fresh=_is_fresh(rows, versions, ages))
         report = self.learn(batch, objective)
-        if ages is not None:
-            report = replace(
-                report,
-                tokens_of_versions=tokens_of_versions,
-                oldest_optimizer_steps=ages.oldest(tokens_of_versions),
-            )
-        return report
+        return replace(
+            report,
+            tokens_of_versions=tokens_of_versions,
+            oldest_optimizer_steps=ages.oldest(tokens_of_versions),
+        )
 
     # ----------------------------------------------------------------------- publishing
 
@@ -347,9 +398,7 @@ class ActorWorker(ModelWorker):
             self._wire = None
 
 
-def _is_fresh(
-    rows: Rollouts, versions: Int64, ages: VersionAges | None
-) -> Float32 | None:
+def _is_fresh(rows: Rollouts, versions: Int64, ages: VersionAges) -> Float32 | None:
     """Return 1 where a token is of the version that learns, float32 [tokens].
 
     None where all tokens are.
@@ -357,7 +406,7 @@ def _is_fresh(
     Args:
         versions: int64 [response tokens], the version that sampled each.
     """
-    if ages is None or not ages.stale_rows:
+    if not ages.stale_rows:
         return None
     is_fresh = np.zeros(rows.num_tokens, np.float32)
     is_fresh[rows.response_mask] = versions == ages.present

@@ -29,6 +29,7 @@ from verl_ray.checkpoint.store import CheckpointStore
 from verl_ray.config.algorithm import ADDITIONS, AlgorithmConfig
 from verl_ray.config.distill import DistillConfig
 from verl_ray.config.load import parse, to_tree
+from verl_ray.config.preference import PreferenceLossConfig
 from verl_ray.config.schema import Config, rule_violations
 from verl_ray.config.tasks.rl import RLConfig
 from verl_ray.errors import CheckpointError, ConfigError, Problem
@@ -39,7 +40,7 @@ from verl_ray.preflight.data_files import DataFile, DataFindings, examine_data
 from verl_ray.preflight.environment_trial import EnvironmentTrials, try_environments
 from verl_ray.preflight.facts import facts_here
 from verl_ray.preflight.findings import Findings, preflight
-from verl_ray.preflight.function_trial import section_of_functions, try_functions
+from verl_ray.preflight.function_trial import sections_of_functions, try_functions
 from verl_ray.preflight.machine import Machine, machine_in_words, machine_of
 from verl_ray.preflight.memory_plan import memory_plan
 from verl_ray.preflight.model_directories import model_problems
@@ -61,6 +62,7 @@ from verl_ray.preflight.tables import (
 )
 from verl_ray.preflight.teacher_trial import try_teacher_prompt
 from verl_ray.preflight.trials import Trials
+from verl_ray.settings.function_specs import in_words
 
 GIB = 2**30
 
@@ -160,14 +162,13 @@ class SeenData:
             self._findings[settings_of_data] = results
 
         functions = Trials()
-        section = section_of_functions(config)
-        if section is not None and not evaluates:
-            name, values = section
+        sections = {} if evaluates else sections_of_functions(config)
+        for name, values in sections.items():
             settings = values.model_dump_json()
             is_wrong = any(each.key.startswith(name) for each in problems)
             if not is_wrong and settings not in self._functions:
                 self._functions[settings] = try_functions(name, values)
-            functions = self._functions.get(settings, functions)
+            functions += self._functions.get(settings, Trials())
         return replace(self._findings[settings_of_data], functions=functions)
 
 
@@ -535,17 +536,12 @@ def _parts(config: RLConfig) -> Iterator[str]:
     unit = "response" if advantage.level == "row" else "token"
     settings = _settings(algorithm, "advantage")
     yield f"advantage {advantage.name} per {unit}{whitened}{settings}"
+    if config.preference is None:
+        yield from _policy_loss_in_words(config)
+    else:
+        yield _preference_in_words(config.preference)
+        yield "sum mean over pairs"
 
-    loss = POLICY_LOSSES[algorithm.policy_loss]
-    ratio = ""
-    if loss.has_ratio:
-        unit = algorithm.sequence if loss.sequence == "row" else loss.sequence
-        ratio = f", ratio of a {unit} to {_old_policy(config)}"
-    yield f"loss {loss.name}{_settings(algorithm, 'policy_loss')}{ratio}"
-    if algorithm.correction.form != "none":
-        yield _correction_in_words(algorithm)
-
-    yield f"sum {algorithm.aggregation}"
     kl = algorithm.kl
     if kl.place == "none":
         yield "no KL"
@@ -558,6 +554,28 @@ def _parts(config: RLConfig) -> Iterator[str]:
     additions = [name for name in ADDITIONS if getattr(algorithm, name) is not None]
     if additions:
         yield ", ".join(_in_words(algorithm, name) for name in additions)
+
+
+def _policy_loss_in_words(config: RLConfig) -> Iterator[str]:
+    """Yield what the loss of the policy is made of."""
+    algorithm = config.algorithm
+    loss = POLICY_LOSSES[algorithm.policy_loss]
+    ratio = ""
+    if loss.has_ratio:
+        unit = algorithm.sequence if loss.sequence == "row" else loss.sequence
+        ratio = f", ratio of a {unit} to {_old_policy(config)}"
+    yield f"loss {loss.name}{_settings(algorithm, 'policy_loss')}{ratio}"
+    if algorithm.correction.form != "none":
+        yield _correction_in_words(algorithm)
+
+    yield f"sum {algorithm.aggregation}"
+
+
+def _preference_in_words(preference: PreferenceLossConfig) -> str:
+    """Return the loss of pairs with its settings."""
+    numbers = preference.declared.settings(preference)
+    numbers |= {"rpo_alpha": preference.rpo_alpha}
+    return f"loss of pairs {in_words(preference.loss)}{_named(numbers)}"
 
 
 def _teacher_in_words(distill: DistillConfig) -> str:

@@ -28,7 +28,7 @@ from controllers.trainers.base import read_data
 from controllers.trainers.reference import files_of_weights
 from controllers.trainers.rl import Problems, Trainer
 from controllers.watch import score_entries
-from verl_ray.algorithms.groups import best_and_worst
+from verl_ray.algorithms.groups import GroupMembers
 from verl_ray.cluster.waiting import read
 from verl_ray.columns.batch import Int64
 from verl_ray.columns.stages import Bool, Finish, Float32, Prompts, Rollouts
@@ -321,6 +321,27 @@ class ResponseFile:
                 "top_tokens": top_tokens[start:end].tolist(),
                 "top_log_probs": numbers[start:end].tolist(),
             }
+
+
+def best_and_worst(score: Float32, group_size: int) -> tuple[Int64, Int64]:
+    """Return the row with the highest score of each group, and that with the lowest.
+
+    Of several it is the first.
+
+    Args:
+        score: float32 [rows], NaN without one; the rows of a group are adjacent.
+        group_size: Rows of a group.
+
+    Returns:
+        Two of int64 [groups]; -1 for a group without any score.
+    """
+    is_scored = ~np.isnan(score)
+    group = np.arange(len(score)) // group_size
+    groups = GroupMembers(np.where(is_scored, score, 0), group, is_scored, None)
+    best = groups.first_of_groups(-groups.reward)
+    worst = groups.first_of_groups(groups.reward)
+    has_score = groups.size[best] > 0
+    return np.where(has_score, best, -1), np.where(has_score, worst, -1)
 
 
 def _response_record(response: HeldOutResponse) -> Record:

@@ -57,13 +57,19 @@ def outputs_root() -> str:
 OmegaConf.register_new_resolver("outputs_root", outputs_root, replace=True)
 
 
-def for_loss(policy_loss: str, values: Mapping[str, object]) -> object:
+def for_loss(
+    policy_loss: str, values: Mapping[str, object], *, _root_: DictConfig
+) -> object:
     """Return the value for a loss, by the way in which its older tokens are corrected.
 
     Args:
         policy_loss: The value of algorithm.policy_loss, which may be a mistake.
-        values: A value for each of `PolicyLoss.corrected_as`.
+        values: A value for each of `PolicyLoss.corrected_as`; for a loss of pairs,
+            which needs no correction, that of `pairs`, or None.
+        _root_: The whole configuration, from OmegaConf.
     """
+    if _root_.get("preference") is not None:
+        return values.get("pairs")
     declared = POLICY_LOSSES.get(policy_loss)
     return values["tokens" if declared is None else declared.corrected_as]
 

@@ -24,6 +24,7 @@ from controllers.trainers.updates import (
     mismatch_of_updates,
     start_actor_updates,
     start_critic_updates,
+    start_pair_updates,
     whole_trajectories,
 )
 from controllers.watch import measures, update_measures
@@ -60,6 +61,7 @@ from verl_ray.data.tokenizers import tokens_to_compare
 from verl_ray.learning.coefficients import EntropyControl, make_kl_controller
 from verl_ray.learning.credit import response_rewards
 from verl_ray.learning.policy_objective import PolicyObjective
+from verl_ray.learning.preference_objective import PolicyPreferenceObjective
 from verl_ray.ops.outputs import TopTokens
 from verl_ray.profiling.phases import Timers, phase
 from verl_ray.rewards.shaping import ResponseScores, turn_weights
@@ -173,7 +175,10 @@ class Learner:
                 ADVANTAGES[algorithm.advantage].reads_probabilities,
             )
 
-        reference_log_probs = self._call_reference(number, rollouts)
+        # Of pairs, which scores decide, the reference says something later.
+        reference_log_probs: Pending[Sharded[LogProbs]] | None = None
+        if self.config.preference is None:
+            reference_log_probs = self._call_reference(number, rollouts)
         values: Call[Sharded[Values]] | None = None
         if system.critic is not None:
             values = system.critic.scatter(CriticWorker.compute_values, rollouts)
@@ -339,13 +344,10 @@ class Learner:
         metrics: Metrics = {}
 
         # Both are in flight before either is waited for.
-        objective = self._policy_objective
         critic_updates = start_critic_updates(
             config, self.system.critic, batch, self.optimizer_steps
         )
-        actor_updates = start_actor_updates(
-            config, self.system.actor, batch, objective, self.optimizer_steps
-        )
+        actor_updates = self._start_actor_updates(batch)
         updates = [*critic_updates, *actor_updates]
         if meanwhile is not None:
             role = "critic" if critic_updates else "actor"
@@ -375,6 +377,26 @@ class Learner:
         if config.algorithm.kl.place != "none":
             metrics |= self._kl_metrics(batch.rollouts, batch.credit)
         return metrics
+
+    def _start_actor_updates(self, batch: LearnerBatch) -> UpdateCalls:
+        """Start the actor's optimizer steps."""
+        config, actor = self.config, self.system.actor
+        if config.preference is None:
+            return start_actor_updates(
+                config, actor, batch, self._policy_objective, self.optimizer_steps
+            )
+
+        reference: Sharded[LogProbs] | None = None
+        if len(batch.paired_rows):
+            pairs = batch.rollouts.select(batch.paired_rows)
+            call = self._call_reference(batch.number, pairs)
+            reference = self._wait_if_called("ref", call, [call] if call else [])
+        objective = PolicyPreferenceObjective(
+            config.preference, config.rollout.temperature
+        )
+        return start_pair_updates(
+            config, actor, batch, reference, objective, self.optimizer_steps
+        )
 
     @property
     def _policy_objective(self) -> PolicyObjective:

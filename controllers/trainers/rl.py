@@ -254,7 +254,11 @@ class Trainer:
             config, self.shaping, generated, experience, rewards
         )
         metrics |= step_measures.row_metrics(
-            config, rollouts, credit, self.system.actor.partition(rollouts.lengths)
+            config,
+            rollouts,
+            rewards,
+            credit,
+            self.system.actor.partition(rollouts.lengths),
         )
         metrics |= step_measures.time_metrics(
             self.timers.take(), rollouts, self.system.devices

@@ -29,6 +29,7 @@ from verl_ray.data.token_versions import OptimizerSteps
 from verl_ray.learning.credit import whitening_moments
 from verl_ray.learning.objectives import ValueObjective
 from verl_ray.learning.policy_objective import PolicyObjective
+from verl_ray.learning.preference_objective import PolicyPreferenceObjective
 from workers.actor import ActorWorker
 from workers.critic import CriticWorker
 from workers.model_worker import MiniBatch, UpdateReport
@@ -64,6 +65,16 @@ class LearnerBatch:
         """The ordinal of the group of each row in the loss, int64."""
         groups: Int64 = self.rollouts.row("group_id")
         return groups[self.credit.row("in_loss")]
+
+    @property
+    def paired_rows(self) -> Int64:
+        """Rows whose groups have a pair, the better one of each first, int64 [rows]."""
+        rows = np.flatnonzero(self.credit.row("in_loss"))
+        group = self.rollouts.row("group_id")[rows]
+        # An advantage is 1 or -1 on every token.
+        is_worse = self.credit.row("advantage_statistics")[rows, 0] < 0
+        paired: Int64 = rows[np.lexsort((is_worse, group))]
+        return paired
 
 
 def start_critic_updates(
@@ -128,6 +139,44 @@ def start_actor_updates(
             whitening,
             objective,
             assignment=whole_trajectories(actor, rollouts),
+        )
+        calls.append(call)
+    return calls
+
+
+def start_pair_updates(
+    config: RLConfig,
+    actor: WorkerGroup[ActorWorker],
+    batch: LearnerBatch,
+    reference: Sharded[LogProbs] | None,
+    objective: PolicyPreferenceObjective,
+    optimizer_steps: OptimizerSteps,
+) -> UpdateCalls:
+    """Start the actor's optimizer steps on pairs; none where there is no pair.
+
+    Args:
+        config: Configuration of the run.
+        actor: The actor.
+        batch: The training step.
+        reference: Log-probs of `batch.paired_rows`; None for a loss without reference.
+        objective: The loss of pairs.
+        optimizer_steps: Counts of optimizer steps.
+    """
+    paired = batch.paired_rows
+    calls: UpdateCalls = []
+    for rows, mini_batch in cut_mini_batches(
+        config, config.actor, config.algorithm, batch
+    ):
+        is_here = np.isin(paired, rows)
+        rollouts = batch.rollouts.select(paired[is_here])
+        unit = rollouts.row("group_id")
+        call = actor.scatter(
+            ActorWorker.update_pairs,
+            rollouts,
+            _select(reference, np.flatnonzero(is_here)),
+            replace(mini_batch, ages=optimizer_steps.ages(len(calls))),
+            objective,
+            assignment=assignment_of_units(actor.partition, rollouts.lengths, unit),
         )
         calls.append(call)
     return calls
@@ -216,13 +265,14 @@ def cut_mini_batches(
 def shuffled_units(config: RLConfig, rollouts: Sharded[Rollouts]) -> Int64:
     """Return the unit that each trajectory is shuffled with, int64 [trajectories].
 
-    Of episodes it is the group. A group is then cut only where the size of mini-batches
-    is no multiple of its own. Single responses are shuffled one by one.
+    Of episodes and pairs it is the group. A group is then cut only where the size of
+    mini-batches is no multiple of its own, which is refused where a loss compares
+    pairs. Other single responses are shuffled one by one.
     """
     trajectories, first_row = np.unique(
         rollouts.row("trajectory_id"), return_index=True
     )
-    if config.episodes is None:
+    if config.episodes is None and config.preference is None:
         return trajectories
     group: Int64 = rollouts.row("group_id")[first_row]
     return group

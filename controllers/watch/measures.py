@@ -286,6 +286,7 @@ def credit_metrics(
     trajectory: Int64,
     whitening: Moments | None,
     advantage_clip: float | None = None,
+    rewarded: npt.NDArray[np.bool_] | None = None,
 ) -> Metrics:
     """Return rewards per response, and advantages, returns and values per token.
 
@@ -297,11 +298,14 @@ def credit_metrics(
             from them; None if they are not. The metrics are of whitened advantages.
         advantage_clip: The bound of |advantage| in the loss, or None. It holds for the
             maximum and the minimum; the mean is that before it.
+        rewarded: Rows whose rewards count, [rows]; None: those that are learned from.
     """
     # Rows that are left out of the loss may hold no numbers.
     counted = credit.row("in_loss")
-    reward = credit.row("reward")[counted]
-    _, number = np.unique(trajectory[counted], return_inverse=True)
+    if rewarded is None:
+        rewarded = counted
+    reward = credit.row("reward")[rewarded]
+    _, number = np.unique(trajectory[rewarded], return_inverse=True)
     if len(number) and number.max() < len(number) - 1:
         # The reward of a trajectory is the sum over its rows.
         reward = np.bincount(number, weights=reward).astype(np.float32)
@@ -328,6 +332,20 @@ def credit_metrics(
         returns = moments(credit.row("return_statistics")[counted], tokens)
         metrics["critic/vf_explained_var"] = explained_variance(residuals, returns)
     return metrics
+
+
+def pair_metrics(credit: Sharded[Credit], group: Int64) -> Metrics:
+    """Return the number of pairs, and the share of groups without one.
+
+    Args:
+        credit: Which rows are learned from, two of each group that has a pair.
+        group: The group of each row, [rows].
+    """
+    pairs = credit.row("in_loss").sum() / 2
+    return {
+        "preference/pairs": float(pairs),
+        "preference/groups_without_pair": float(1 - pairs / len(np.unique(group))),
+    }
 
 
 def _mean_max_min(statistics: Statistics, tokens: int) -> npt.NDArray[Any]:

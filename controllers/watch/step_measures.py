@@ -15,7 +15,7 @@ from verl_ray.columns.sharded import Sharded
 from verl_ray.columns.stages import Credit, Finish, Rollouts
 from verl_ray.config.tasks.rl import RLConfig
 from verl_ray.data.buffer import Experience
-from verl_ray.learning.credit import whitening_moments
+from verl_ray.learning.credit import says_something, whitening_moments
 from verl_ray.profiling.memory import host_total_gib, host_used_gib
 from verl_ray.rewards.shaping import Rewards, Shaping
 
@@ -46,6 +46,7 @@ def response_metrics(
 def row_metrics(
     config: RLConfig,
     rollouts: Sharded[Rollouts],
+    rewards: Rewards,
     credit: Sharded[Credit],
     rows_of_ranks: Sequence[Int64],
 ) -> Metrics:
@@ -54,6 +55,7 @@ def row_metrics(
     Args:
         config: Configuration of the run.
         rollouts: Rows that the step has learned from.
+        rewards: The rewards of their trajectories.
         credit: Their credit.
         rows_of_ranks: Row indices of each data-parallel rank of the actor.
     """
@@ -61,6 +63,12 @@ def row_metrics(
     metrics = measures.rollout_metrics(
         rollouts, config.data.max_prompt_tokens, rows_of_ranks
     )
+    rewarded = None
+    if config.preference is not None:
+        # The best and the worst rewards say nothing of the policy.
+        is_evidence = says_something(algorithm, rollouts.row("finish"))
+        rewarded = rewards.scores.ok & is_evidence
+        metrics |= measures.pair_metrics(credit, rollouts.row("group_id"))
     # The policy learns from whitened advantages, so these are the ones to show.
     metrics |= measures.credit_metrics(
         credit,
@@ -68,6 +76,7 @@ def row_metrics(
         rollouts.row("trajectory_id"),
         whitening_moments(algorithm, rollouts, credit),
         algorithm.advantage_clip,
+        rewarded,
     )
     return metrics | version_metrics(rollouts, config.oldest_age)
 

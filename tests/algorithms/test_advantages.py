@@ -29,6 +29,7 @@ from verl_ray.algorithms.estimators import (
     NoBaseline,
 )
 from verl_ray.algorithms.group_baselines import (
+    best_and_worst,
     gdpo,
     gpg,
     grpo,
@@ -156,6 +157,12 @@ def test_newer_baselines_by_hand() -> None:
     )
     # The two best of group 0 are equal.
     assert pass_at_k(rewards, group, valid(9)).tolist() == [0, 0, 0, 0, 0, 0, 3, 0, 0]
+    # The first of equal ones.
+    sides = best_and_worst(rewards, group, valid(9))
+    assert sides.tolist() == [-1, 1, 0, 0, -1, 0, 1, 0, 0]
+    # Of 0 and 1 in group 0, 1 and 4 in group 1, and a single member of group 2.
+    sides = best_and_worst(rewards, group, valid(9, 1, 2, 4, 7))
+    assert sides.tolist() == [-1, 0, 0, 1, 0, -1, 1, 0, 0]
     # 9 members, 7 of them in groups with spread.
     assert gpg(rewards, group, valid(9)).tolist() == pytest.approx(
         [x * 9 / 7 for x in (-0.5, 0.5, -0.5, 0.5, -1, -1, 2, 0, 0)]

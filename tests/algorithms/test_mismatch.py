@@ -13,6 +13,7 @@ from verl_ray.algorithms.mismatch import (
     compare_log_probs,
     fresh_means,
     mismatch_metrics,
+    of_units,
 )
 
 TRAINER = np.array([0.5, 0.25, 0.8, 0.1])  # two responses, of two tokens each
@@ -21,9 +22,16 @@ ROW = torch.tensor([0, 0, 1, 1])
 
 
 def metrics_of(
-    trainer: np.ndarray, sampler: np.ndarray, parts: list[list[int]]
+    trainer: np.ndarray,
+    sampler: np.ndarray,
+    parts: list[list[int]],
+    unit: Tensor | None = None,
 ) -> dict[str, float]:
-    """Return the metrics from sums over parts (micro-batches, ranks)."""
+    """Return the metrics from sums over parts (micro-batches, ranks).
+
+    With units there is one loss for each, in place of one for each token.
+    """
+    losses = len(trainer) if unit is None else len(unit.unique())
     sums: dict[str, float] = {}
     peaks: dict[str, float] = {}
     for part in parts:
@@ -32,21 +40,30 @@ def metrics_of(
             for p in (trainer, sampler)
         )
         means, maxima = compare_log_probs(log_p, log_q, ROW[part])
+        values_of_part = len(part)
+        if unit is not None:
+            _, number = unit[part].unique(return_inverse=True)
+            values_of_part = int(number.max()) + 1
+            means, maxima = of_units(means, maxima, number, values_of_part)
         for name, values in means.items():
-            assert values.shape == (len(part),) and values.dtype == torch.float32
+            assert values.shape == (values_of_part,) and values.dtype == torch.float32
             sums[name] = sums.get(name, 0.0) + float(values.sum())
         for name, values in maxima.items():
             peaks[name] = max(peaks.get(name, 0.0), float(values.max()))
     return mismatch_metrics(
-        {name: total / len(trainer) for name, total in sums.items()}, peaks
+        {name: total / losses for name, total in sums.items()}, peaks
     )
 
 
+@pytest.mark.parametrize("unit", [None, ROW, ROW * 0], ids=["token", "row", "pair"])
 @pytest.mark.parametrize(
     "parts", [[[0, 1, 2, 3]], [[2, 3], [0, 1]]], ids=["at once", "row by row"]
 )
-def test_by_hand(parts: list[list[int]]) -> None:
-    found = metrics_of(TRAINER, SAMPLER, parts)
+def test_by_hand(parts: list[list[int]], unit: Tensor | None) -> None:
+    if unit is not None and not unit.any():
+        # A unit is in one part.
+        parts = [[0, 1, 2, 3]]
+    found = metrics_of(TRAINER, SAMPLER, parts, unit)
     difference = np.array([0.25, 0.25, 0, 0.1])
     assert found["training/rollout_probs_diff_mean"] == pytest.approx(0.15)
     assert found["training/rollout_probs_diff_max"] == pytest.approx(0.25)

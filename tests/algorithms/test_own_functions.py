@@ -17,7 +17,7 @@ from verl_ray.config.load import parse, to_tree
 from verl_ray.config.tasks.rl import RLConfig
 from verl_ray.errors import ConfigError, DataError
 from verl_ray.learning.credit import response_rewards
-from verl_ray.preflight.function_trial import section_of_functions, try_functions
+from verl_ray.preflight.function_trial import sections_of_functions, try_functions
 from verl_ray.preflight.trials import Trials
 
 OWN = '''
@@ -297,13 +297,13 @@ def test_a_loss_of_pairs_is_tried_on_four_of_them(tmp_path: Path) -> None:
         "data.validation_path=v.jsonl",
     ]
 
-    def tried(*changes: str) -> Trials:
-        found = compose("dpo", [*inputs, *changes])
-        section = section_of_functions(found)
-        assert section is not None
-        return try_functions(*section)
+    def tried(*changes: str, root: str = "dpo") -> Trials:
+        found = compose(root, [*inputs, *changes])
+        return try_functions("preference", sections_of_functions(found)["preference"])
 
-    lines = tried(f"preference.loss={own}:squared", "preference.beta=2").lines
+    squared = (f"preference.loss={own}:squared", "preference.beta=2")
+    lines = tried(*squared).lines
+    assert tried("algorithm=online_dpo", *squared, root="grpo").lines == lines
     assert lines[0] == f"preference.loss={own}:squared on four rows:"
     numbers = {
         " ".join(line.split()[:-4]): [float(number) for number in line.split()[-4:]]

@@ -16,6 +16,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from unittest import mock
 
+import pytest
+
 from controllers.command_line import main
 from controllers.system.build import System, build_replicas
 from controllers.system.plan import ClusterShape, plan_processes, resolve_on
@@ -252,6 +254,19 @@ def produced(
     return run.producer.take(
         asked.group_id, buffer, run.policy_version, timers or Timers()
     )
+
+
+def watched(run: Trainer, monkeypatch: pytest.MonkeyPatch) -> list[Experience]:
+    """A list that grows by what each step learns from."""
+    taken: list[Experience] = []
+    produce = run.produce
+
+    def keep() -> Experience:
+        taken.append(produce())
+        return taken[-1]
+
+    monkeypatch.setattr(run, "produce", keep)
+    return taken
 
 
 def timed_by(run: Trainer, timers: Timers) -> None:

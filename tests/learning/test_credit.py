@@ -107,6 +107,23 @@ def test_the_last_response_of_a_group_is_the_baseline_of_remax() -> None:
     assert found.advantage.tolist() == [1 + 0.75, 0 + 0.75, 0]
 
 
+@pytest.mark.parametrize("truncated", ["mask", "drop", "score"])
+def test_a_pair_is_of_responses_that_may_be_learned_from(truncated: str) -> None:
+    """Not of one that failed or has no token; of a cut one only where it is scored."""
+    stop, nan = Finish.STOP, float("nan")
+    finish = [*[stop] * 8, Finish.ABORTED, *[stop] * 3, Finish.LENGTH, stop, stop]
+    rows = rollouts_of(
+        [*[1] * 9, 0, *[1] * 5], groups=[7] * 4 + [8] * 3 + [9] * 5 + [10] * 3, finish=finish
+    )  # fmt: skip
+    score = [1, nan, 0, 1, 0.5, 0.5, nan, 1, 3, 4, 2, 0, 9, 2, 1]
+    config = algorithm("best_and_worst", truncated=truncated)
+    found = rewarded(config, rows, score)
+    last = [1, 0, -1] if truncated == "score" else [0, 1, -1]
+    expected = [1, 0, -1, 0, *[0] * 3, 0, 0, 0, 1, -1, *last]
+    assert found.advantage.tolist() == expected
+    assert found.in_loss.tolist() == [each != 0 for each in expected]
+
+
 def test_a_failed_score_is_no_member_of_its_group() -> None:
     rows = rollouts_of([1, 1, 1, 1], groups=[7, 7, 7, 8])
     found = rewarded(algorithm("dr_grpo"), rows, [1.0, 0.0, float("nan"), 5.0])

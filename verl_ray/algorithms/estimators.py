@@ -48,8 +48,11 @@ class Estimator(Declaration):
     """A choice of `algorithm.advantage`.
 
     Attributes:
-        divides_by_spread: True if it divides by the spread of rewards.
+        divides_by_spread: True if the scale of a group's rewards changes nothing, since
+            it divides by their spread or compares their order alone.
         needs_positive_scores: True if it learns nothing from scores around 0.
+        chooses_rows: True if only rows whose advantage is not 0 are learned from. It
+            chooses from those that may be.
         reads_parts: True if it also takes parts=..., what the rewards consist of.
         reads_greedy: True if it also takes is_greedy=..., the last row of each group,
             which is then decoded greedily and not learned from.
@@ -64,6 +67,7 @@ class Estimator(Declaration):
 
     divides_by_spread: bool = False
     needs_positive_scores: bool = False
+    chooses_rows: bool = False
     reads_parts: bool = False
     reads_greedy: bool = False
     level: ClassVar[Literal["row", "token"]]

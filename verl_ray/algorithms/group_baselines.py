@@ -327,6 +327,33 @@ REMAX = GroupBaseline(
 )
 
 
+def best_and_worst(
+    rewards: Float32, group: Int64, valid: Bool, *, trajectory: Int64 | None = None
+) -> Float32:
+    """1 for the best response of a group, -1 for the worst one, 0 for all others.
+
+    Of equal ones it is the first. A group of equal rewards has neither. Arguments and
+    members are those of `grpo`.
+
+    Self-Rewarding Language Models (arXiv:2401.10020): pairs of preferences from the
+    responses with the highest and the lowest score; none where these are equal.
+    """
+    groups = GroupMembers(rewards, group, valid, trajectory)
+    sides = np.zeros(len(groups.reward))
+    sides[groups.first_of_groups(-groups.reward)] = 1
+    sides[groups.first_of_groups(groups.reward)] = -1
+    return groups.to_rows(np.where(groups.has_spread, sides, 0))
+
+
+BEST_AND_WORST = GroupBaseline(
+    name="best_and_worst",
+    paper="Self-Rewarding LMs (arXiv:2401.10020)",
+    function=best_and_worst,
+    divides_by_spread=True,
+    chooses_rows=True,
+)
+
+
 # ------------------------------------------------------------------ baselines of tokens
 
 
@@ -470,6 +497,7 @@ GROUP_BASELINES = (
     LITE_PPO,
     REMAX,
     GDPO,
+    BEST_AND_WORST,
     OPTIMAL_TOKEN_BASELINE,
 )
 """The baselines above, for the table in `advantages.py`."""

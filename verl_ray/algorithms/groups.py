@@ -127,6 +127,19 @@ class GroupMembers:
         others[best] = np.where(has_others, self.reward[second], self.reward[best])
         return np.where(self.is_member, others, 0)
 
+    def first_of_groups(self, key: Float64) -> Int64:
+        """Return the member of each group with the smallest key, int64 [groups].
+
+        Of equal ones it is the one with the smallest id. A group without members has
+        one of its other trajectories.
+
+        Args:
+            key: float64 [trajectories].
+        """
+        order = np.lexsort((np.where(self.is_member, key, np.inf), self.group))
+        first: Int64 = order[np.flatnonzero(np.diff(self.group[order], prepend=-1))]
+        return first
+
     def of_trajectories(self, row_values: Float64) -> Float64:
         """Return the sum over the rows of each trajectory, float64 [trajectories].
 
@@ -152,27 +165,6 @@ def is_last_of_group(trajectory_id: int | Int64, group_size: int) -> bool | Bool
         group_size: Trajectories of a group.
     """
     return trajectory_id % group_size == group_size - 1
-
-
-def best_and_worst(scores: Float32, group_size: int) -> tuple[Int64, Int64]:
-    """Return the row with the highest score of each group, and that with the lowest.
-
-    Of several it is the first, and where all members have the same score it is one row.
-
-    Args:
-        scores: float32 [rows], NaN without a score; the rows of a group are adjacent.
-        group_size: Rows of a group.
-
-    Returns:
-        Two of int64 [groups]; -1 for a group without any score.
-    """
-    by_group = scores.reshape(-1, group_size)
-    first = np.arange(len(by_group)) * group_size
-    has_score = ~np.isnan(by_group)
-    best = first + np.where(has_score, by_group, -np.inf).argmax(1)
-    worst = first + np.where(has_score, by_group, np.inf).argmin(1)
-    is_empty = ~has_score.any(1)
-    return np.where(is_empty, -1, best), np.where(is_empty, -1, worst)
 
 
 def _number_trajectories(

@@ -164,7 +164,7 @@ class PolicyLoss(Declaration):
     (`kind_matches_the_form`), is refused if it weighs
     (`weights_are_not_applied_twice`), and has no mean to divide by
     (`normalised_weights_are_known`). `check` prints what the ratio is one of
-    (`_parts`).
+    (`_policy_loss_in_words`).
 
     False: a step makes one update, unless the correction weighs each
     (`_has_no_ratio`). The two-policy form needs a kind, which weighs the loss.
@@ -181,7 +181,7 @@ class PolicyLoss(Declaration):
     """The unit that it judges as a whole.
 
     "row": algorithm.sequence may be trajectory (`trajectories_are_judged`), and
-    `check` prints it (`_parts`).
+    `check` prints it (`_policy_loss_in_words`).
     """
 
     is_per_row: bool = False

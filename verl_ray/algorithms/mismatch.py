@@ -33,6 +33,9 @@ ROW_PREFIX = f"{MISMATCH_PREFIX}row/"
 FRESH_PREFIX = f"{MISMATCH_PREFIX}fresh/"
 """The beginning of names of values of fresh tokens, which are 0 on all others."""
 
+_COUNT = "count"
+"""The name of 1 for each row, or each token."""
+
 _FRESH_VALUES = ("kl", "k3_kl", "difference")
 
 FLOAT32_NOISE = 1e-6
@@ -79,7 +82,7 @@ def compare_log_probs(
     trainer_mean = row_sums(log_probs, row) / length
     rollout_mean = row_sums(rollout_log_probs, row) / length
     row_metrics = {
-        "count": length.new_ones(length.shape),
+        _COUNT: length.new_ones(length.shape),
         "trainer_ppl": _clamped_exp(-trainer_mean),
         "rollout_ppl": _clamped_exp(-rollout_mean),
         "log_ppl_diff": rollout_mean - trainer_mean,
@@ -111,6 +114,33 @@ def fresh_means(means: Mapping[str, Tensor], is_fresh: Tensor) -> dict[str, Tens
     return {f"{FRESH_PREFIX}{name}": values for name, values in fresh_metrics.items()}
 
 
+def of_units(
+    means: Mapping[str, Tensor],
+    maxima: Mapping[str, Tensor],
+    unit: Tensor,
+    num_units: int,
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Return values of tokens as values of units, for a loss that has one of each.
+
+    Args:
+        means: The first result of `compare_log_probs`, of which units have the sums.
+        maxima: Its second result.
+        unit: int64 [T], the unit of each token, from 0.
+        num_units: Number of units.
+
+    Returns:
+        Both, float32 [units] each, with the number of tokens of each unit.
+    """
+    zeros = next(iter(maxima.values())).new_zeros(num_units)
+    counted = {**means, f"{TOKEN_PREFIX}{_COUNT}": zeros.new_ones(len(unit))}
+    sums = {name: zeros.index_add(0, unit, values) for name, values in counted.items()}
+    largest = {
+        name: zeros.scatter_reduce(0, unit, values, "amax")
+        for name, values in maxima.items()
+    }
+    return sums, largest
+
+
 def mismatch_metrics(
     means: Mapping[str, float], maxima: Mapping[str, float]
 ) -> dict[str, float]:
@@ -133,10 +163,13 @@ def mismatch_metrics(
     token = _with_prefix(means, TOKEN_PREFIX)
     if not token:
         return {}
+    # Where a loss is one of several tokens, what is averaged are sums over these.
+    tokens_per_loss = token.pop(_COUNT, 1.0)
+    token = {name: value / tokens_per_loss for name, value in token.items()}
 
     # The means of row values per token, divided by rows per token.
     row_sums_per_token = _with_prefix(means, ROW_PREFIX)
-    rows_per_token = row_sums_per_token["count"]
+    rows_per_token = row_sums_per_token[_COUNT]
     row = {name: value / rows_per_token for name, value in row_sums_per_token.items()}
 
     # Rounding may make the difference of two means negative.

@@ -101,7 +101,6 @@ def response_rewards(
             weighted by -cost.
         graded: float32 [rows], the scores by which responses are positive; None: score.
     """
-    estimator = ADVANTAGES[algorithm.advantage]
     rewarded = complete_trajectories(
         ok & says_something(algorithm, responses.finish), responses.trajectory_id
     )
@@ -113,14 +112,7 @@ def response_rewards(
         parts = [*parts, (-cost, divergence)]
     reward = np.where(rewarded, charged_score, 0).astype(np.float32)
 
-    # Baselines per token follow on the shards.
-    advantage = np.zeros_like(reward)
-    if isinstance(estimator, GroupBaseline):
-        settings = estimator.settings(algorithm)
-        settings |= estimator.columns(rewarded, responses, parts)
-        advantage = estimator.function(reward, responses.group_id, rewarded, **settings)
-
-    in_loss = _is_learned_from(algorithm, rewarded, responses)
+    advantage, in_loss = _row_advantages(algorithm, reward, rewarded, responses, parts)
     # The grade of a trajectory stands on one of its rows.
     grade = np.where(rewarded, score if graded is None else graded, 0)
     is_positive = sums_on_rows(grade, responses.trajectory_id) > 0
@@ -132,6 +124,33 @@ def response_rewards(
         is_member=rewarded,
         is_positive=is_positive,
     )
+
+
+def _row_advantages(
+    algorithm: AlgorithmConfig,
+    reward: Float32,
+    rewarded: Bool,
+    responses: ResponseColumns,
+    parts: Sequence[RewardPart],
+) -> tuple[Float32, Bool]:
+    """Return the advantage of each row, and whether it is learned from, [rows] each.
+
+    Advantages are 0 where the baseline is per token; that follows on the shards.
+    """
+    estimator = ADVANTAGES[algorithm.advantage]
+    in_loss = _is_learned_from(algorithm, rewarded, responses)
+    if not isinstance(estimator, GroupBaseline):
+        return np.zeros_like(reward), in_loss
+
+    compared = rewarded
+    if estimator.chooses_rows:
+        compared = in_loss & (responses.length > 0)
+    settings = estimator.settings(algorithm)
+    settings |= estimator.columns(compared, responses, parts)
+    advantage = estimator.function(reward, responses.group_id, compared, **settings)
+    if estimator.chooses_rows:
+        in_loss = compared & (advantage != 0)
+    return advantage, in_loss
 
 
 def _is_learned_from(

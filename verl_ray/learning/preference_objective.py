@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 from verl_ray.algorithms.losses import TokenLoss
+from verl_ray.algorithms.mismatch import compare_log_probs, fresh_means, of_units
 from verl_ray.algorithms.preference_losses import LabelledResponses, Pairs
 from verl_ray.config.preference import PreferenceLossConfig
 from verl_ray.learning.objectives import Level, LossInputs, required
@@ -28,16 +29,22 @@ LABEL_PREFIX = "label/"
 class PolicyPreferenceObjective:
     """A loss on the log-probs of both responses of a pair.
 
-    Rows alternate: the chosen response of a pair, then the rejected one.
+    Rows alternate: the chosen response of a pair, then the rejected one. Where they
+    have log-probs of a sampler, the mismatch with it is reported as well.
+
+    Attributes:
+        config: The loss, with its settings.
+        temperature: The temperature of all log-probs.
     """
 
     config: PreferenceLossConfig
+    temperature: float = 1.0
 
     level: ClassVar[Level] = "unit"
 
     @property
     def outputs(self) -> RequestedOutputs:
-        return RequestedOutputs(log_probs=True)
+        return RequestedOutputs(log_probs=True, temperature=self.temperature)
 
     def __call__(self, outputs: TokenOutputs, inputs: LossInputs) -> TokenLoss:
         log_probs = required(outputs.log_probs, "log_probs")
@@ -61,7 +68,24 @@ class PolicyPreferenceObjective:
             likelihood = -pairs.chosen / pairs.chosen_tokens
             per_pair = per_pair + self.config.rpo_alpha * likelihood
             terms["actor/nll_loss"] = likelihood.detach().float()
-        return TokenLoss(per_pair.float(), self._metrics(pairs), terms=terms)
+        means, maxima = self._mismatch(log_probs, inputs, len(per_pair))
+        metrics = self._metrics(pairs) | means
+        return TokenLoss(per_pair.float(), metrics, maxima, terms)
+
+    @staticmethod
+    def _mismatch(
+        log_probs: Tensor, inputs: LossInputs, num_pairs: int
+    ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """Return what metrics of the mismatch are made of, float32 [pairs] by name."""
+        if inputs.rollout_log_probs is None:
+            return {}, {}
+        means, maxima = compare_log_probs(
+            log_probs, inputs.rollout_log_probs, inputs.row
+        )
+        if inputs.is_fresh is not None:
+            means |= fresh_means(means, inputs.is_fresh)
+        unit = required(inputs.unit, "unit").index_select(0, inputs.row)
+        return of_units(means, maxima, unit, num_pairs)
 
     def _metrics(self, pairs: Pairs) -> dict[str, Tensor]:
         """Return the implicit rewards and the log-probs, float32 [pairs] by name.

@@ -18,8 +18,9 @@ from typing import Any
 
 from verl_ray.algorithms.own_functions import is_own
 from verl_ray.config.algorithm import AlgorithmConfig
+from verl_ray.config.preference import PreferenceLossConfig
 from verl_ray.config.schema import Config
-from verl_ray.config.tasks.dpo import DPOConfig, PolicyPreferenceConfig
+from verl_ray.config.tasks.dpo import DPOConfig
 from verl_ray.config.tasks.rl import RLConfig
 from verl_ray.errors import DataError, Problem
 from verl_ray.preflight.trials import Trials
@@ -38,21 +39,22 @@ REJECTED_LOG_RATIOS = (0.0, 0.5, 0.0, 1.0)
 LOG_PROB, TOKENS, REJECTED_TOKENS = -3.0, 3.0, 6.0
 """Of a response by the reference, and the lengths of both responses of a pair."""
 
-_Section = AlgorithmConfig | PolicyPreferenceConfig
+_Section = AlgorithmConfig | PreferenceLossConfig
 
 _SECTIONS: dict[str, type[_Section]] = {
     "algorithm": AlgorithmConfig,
-    "preference": PolicyPreferenceConfig,
+    "preference": PreferenceLossConfig,
 }
 
 
-def section_of_functions(config: Config) -> tuple[str, _Section] | None:
-    """Return the section that names functions, with its key; None without one."""
+def sections_of_functions(config: Config) -> dict[str, _Section]:
+    """Return the sections that may name functions, by their keys."""
+    sections: dict[str, _Section] = {}
     if isinstance(config, RLConfig):
-        return "algorithm", config.algorithm
-    if isinstance(config, DPOConfig):
-        return "preference", config.preference
-    return None
+        sections["algorithm"] = config.algorithm
+    if isinstance(config, RLConfig | DPOConfig) and config.preference is not None:
+        sections["preference"] = config.preference
+    return sections
 
 
 def try_functions(name: str, section: _Section) -> Trials:
@@ -69,7 +71,9 @@ def try_functions(name: str, section: _Section) -> Trials:
     lines: list[str] = []
     problems: list[Problem] = []
     with blocking(f"trying {' and '.join(specs)} on four rows"):
-        fields = {"name": name, "section": section.model_dump_json()}
+        # Those of a task's own beside them are none of the loss.
+        read = set(_SECTIONS[name].model_fields)
+        fields = {"name": name, "section": section.model_dump_json(include=read)}
         messages, cause = try_in_child(__name__, fields, DEADLINE_S)
     outcomes = {message.kind: message.fields for message in messages}
     for key, spec in specs.items():
@@ -201,7 +205,7 @@ def _losses(algorithm: AlgorithmConfig) -> dict[str, list[float]]:
     }
 
 
-def _preference_losses(preference: PolicyPreferenceConfig) -> dict[str, list[float]]:
+def _preference_losses(preference: PreferenceLossConfig) -> dict[str, list[float]]:
     import torch
 
     from verl_ray.algorithms.preference_losses import Pairs

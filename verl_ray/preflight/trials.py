@@ -20,3 +20,10 @@ class Trials:
     lines: list[str] = field(default_factory=list)
     problems: list[Problem] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
+
+    def __add__(self, other: Trials) -> Trials:
+        return Trials(
+            self.lines + other.lines,
+            self.problems + other.problems,
+            self.warnings + other.warnings,
+        )

@@ -421,6 +421,57 @@ CASES = [
         "or distill.divergence=jsd",
         "distill",
     ),
+    Case(
+        "groups_become_pairs",
+        "algorithm=online_dpo algorithm.advantage=grpo",
+        "algorithm.advantage",
+        "preference.loss=sigmoid compares two responses of each group",
+        "algorithm=online_dpo",
+    ),
+    Case(
+        "groups_become_pairs",
+        "algorithm=online_dpo preference.loss=kto",
+        "preference.loss",
+        "it learns from single responses",
+        "such as sigmoid",
+    ),
+    Case(
+        "groups_become_pairs",
+        "algorithm=online_dpo algorithm.kl=loss",
+        "algorithm.kl.place",
+        "its own comparison with the reference",
+        "algorithm.kl=none",
+    ),
+    Case(
+        "groups_become_pairs",
+        f"{STUDENT} reference.model.path=/t algorithm=online_dpo",
+        "preference.loss",
+        "distill is a loss as well",
+        "--config-name grpo",
+        "distill",
+    ),
+    Case(
+        "groups_become_pairs",
+        "algorithm=online_dpo 'agent.environments={default: calculator}'",
+        "agent.environments",
+        "the sides of a pair are rows",
+        "another algorithm",
+    ),
+    Case(
+        "groups_become_pairs",
+        "algorithm=online_dpo actor.mini_batch_size=64 rollout.group_size=6"
+        " data.prompts_per_step=64",
+        "actor.mini_batch_size",
+        "the 6 responses of a group (rollout.group_size) make a pair",
+        "a multiple of 6 such as 66",
+    ),
+    Case(
+        "settings_of_pairs_are_read",
+        "algorithm=online_dpo algorithm.entropy_coefficient=0.01",
+        "algorithm.entropy_coefficient",
+        "preference.loss takes the place of algorithm.policy_loss",
+        "Leave it out",
+    ),
 ]
 
 

@@ -93,7 +93,7 @@ CASES = [
         "normalised_scores_matter",
         "algorithm=grpo reward.normalise=batch",
         "reward.normalise",
-        "divides by a deviation, which undoes this",
+        "whatever the scale of scores, which undoes this",
         "Set it to none, or give reward.clip",
     ),
     Case(

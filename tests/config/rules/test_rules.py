@@ -34,6 +34,7 @@ from verl_ray.config.tasks.rl import (
     RULES,
     RLConfig,
     _inputs_can_be_made,
+    _pairs_can_be_learned,
     teacher_settings_are_read,
 )
 from verl_ray.config.tasks.sft import SFTConfig
@@ -73,6 +74,7 @@ def test_every_rule_has_a_case() -> None:
     callers = [task.problems for task in tasks]
     callers += [
         _inputs_can_be_made,
+        _pairs_can_be_learned,
         correction_problems,
         teacher_settings_are_read,
     ]

@@ -7,7 +7,9 @@ import pytest
 from controllers.compose.composition import examine
 from scripts.configuration import compose
 from tests.config.rules.cases import Case
+from tests.corrections import NO_CORRECTION
 from verl_ray.algorithms.policy_losses import POLICY_LOSSES
+from verl_ray.config.algorithm import CorrectionConfig
 from verl_ray.config.tasks.rl import RLConfig
 
 OFF = "schedule=one_step_off placement=separate"
@@ -225,6 +227,9 @@ def test_the_correction_leaves_the_loss_what_it_is(schedule: str) -> None:
         assert isinstance(config, RLConfig)
         one = config.algorithm.correction
         found[loss] = (one.form, one.kind, one.level, one.lower, one.upper)
+    pairs = examine("quickstart", [*schedule.split(), "algorithm=online_dpo"]).config
+    assert isinstance(pairs, RLConfig)
+    assert pairs.algorithm.correction == CorrectionConfig.model_validate(NO_CORRECTION)
     assert found == {
         loss: correction
         for correction, losses in BY_LOSS.items()

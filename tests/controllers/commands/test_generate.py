@@ -13,11 +13,11 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from controllers.command_line import main
+from controllers.commands.generate import best_and_worst
 from controllers.system.plan import resolve_on
 from scripts.configuration import compose
 from tests.controllers.grader import ones
 from tests.controllers.runs import SHAPE, Inputs, command_here
-from verl_ray.algorithms.groups import best_and_worst
 from verl_ray.cluster.session import Session
 from verl_ray.data.piecewise import PiecewiseFile
 from verl_ray.errors import ConfigError

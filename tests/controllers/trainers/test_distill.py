@@ -18,8 +18,14 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from controllers.trainers.rl import Trainer
-from tests.controllers.runs import Inputs, Samplers, command_here, lasting, training
+from tests.controllers.runs import (
+    Inputs,
+    Samplers,
+    command_here,
+    lasting,
+    training,
+    watched,
+)
 from tests.ports import free_port
 from verl_ray.cluster.session import Session
 from verl_ray.cluster.waiting import read
@@ -27,7 +33,6 @@ from verl_ray.columns.batch import offsets_of
 from verl_ray.columns.stages import Rows
 from verl_ray.config.distill import TeacherService
 from verl_ray.config.preparation import TinyModelConfig
-from verl_ray.data.buffer import Experience
 from verl_ray.data.tokenizers import load_tokenizer
 from verl_ray.errors import ConfigError
 from verl_ray.models.tiny import make_tiny_qwen3
@@ -46,19 +51,6 @@ def teacher(inputs: Inputs, tmp_path_factory: pytest.TempPathFactory) -> Path:
     )  # fmt: skip
     folder = tmp_path_factory.mktemp("teacher") / "model"
     return make_tiny_qwen3(folder, inputs.model, shape, seed=7)
-
-
-def watched(run: Trainer, monkeypatch: pytest.MonkeyPatch) -> list[Experience]:
-    """Return a list that grows by what each step learns from."""
-    taken: list[Experience] = []
-    produce = run.produce
-
-    def keep() -> Experience:
-        taken.append(produce())
-        return taken[-1]
-
-    monkeypatch.setattr(run, "produce", keep)
-    return taken
 
 
 def mean_log_prob(model: Path, rows: Rows) -> float:

@@ -198,7 +198,7 @@ def test_every_algorithm_takes_steps(
         # The policy that is learned is the one that was sampled: in every step, so
         # every sync arrived.
         assert apart(metrics) < 1e-5
-        assert math.isfinite(metrics["actor/pg_loss"])
+        assert math.isfinite(metrics["actor/loss"])
         assert metrics["actor/grad_norm"] > 0
         assert metrics["actor/skipped_steps"] == 0
         assert (
@@ -312,10 +312,13 @@ def test_the_divergence_is_steered_to_its_target(trainer: MakeTrainer) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("algorithm", ["grpo", "online_dpo"])
 def test_the_policy_learns_what_is_rewarded(
-    inputs: Inputs, samplers: Samplers, tmp_path: Path
+    inputs: Inputs, samplers: Samplers, tmp_path: Path, algorithm: str
 ) -> None:
-    config = inputs.config("grpo", tmp_path, "actor.optimizer.lr=5e-3", "backend=fsdp")
+    config = inputs.config(
+        "grpo", tmp_path, f"algorithm={algorithm}", "actor.optimizer.lr=5e-3", "backend=fsdp"
+    )  # fmt: skip
     with training(config, samplers) as run:
         run.publish(0)
         scores = [run.step(number)["critic/score/mean"] for number in range(1, 16)]
@@ -390,11 +393,13 @@ def test_a_broken_grader_stops_the_run_with_its_own_words(
         run.step(1)
 
 
+@pytest.mark.parametrize("algorithm", ["ppo", "online_dpo"])
 def test_a_step_in_which_every_score_failed_teaches_nothing(
-    trainer: MakeTrainer, inputs: Inputs, tmp_path: Path
+    trainer: MakeTrainer, inputs: Inputs, tmp_path: Path, algorithm: str
 ) -> None:
     data = inputs.graded_by("broken", tmp_path)
-    run = trainer("ppo", f"data.train_path={data}", "reward.max_failed_fraction=1")
+    run = trainer("ppo", f"algorithm={algorithm}", f"data.train_path={data}",
+                  "reward.max_failed_fraction=1")  # fmt: skip
     run.publish(0)
     before = held(run)
     metrics = run.step(1)
@@ -405,6 +410,9 @@ def test_a_step_in_which_every_score_failed_teaches_nothing(
         "actor/grad_norm" not in metrics
     )  # no step at all: momentum alone would have moved the weights
     assert held(run) == before
+    if algorithm == "online_dpo":
+        assert metrics["preference/pairs"] == 0
+        assert metrics["preference/groups_without_pair"] == 1
 
 
 # ------------------------------------------------------------------ sampler and trainer

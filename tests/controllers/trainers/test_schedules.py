@@ -59,16 +59,22 @@ def shares(metrics: Metrics) -> float:
     return idle - metrics["perf/both_idle"] + metrics["perf/overlap"]
 
 
-@pytest.mark.parametrize("staleness", [1, 2])
+@pytest.mark.parametrize(
+    ("algorithm", "staleness"), [("grpo", 1), ("grpo", 2), ("online_dpo", 1)]
+)
 def test_one_step_off_learns_from_the_version_that_the_ordinal_names(
-    trainer: MakeTrainer, monkeypatch: pytest.MonkeyPatch, staleness: int
+    trainer: MakeTrainer,
+    monkeypatch: pytest.MonkeyPatch,
+    algorithm: str,
+    staleness: int,
 ) -> None:
     """With several optimizer steps a training step."""
     run = begun(
         trainer(
-            "grpo", *OFF, f"rollout.staleness={staleness}", "actor.mini_batch_size=16"
+            "grpo", *OFF, f"rollout.staleness={staleness}", "actor.mini_batch_size=16",
+            f"algorithm={algorithm}",
         )
-    )
+    )  # fmt: skip
     taken = watched(run, monkeypatch)
     for step in range(1, 5):
         metrics = run.step(step)

@@ -89,6 +89,29 @@ def test_optimizer_steps_of_episodes_are_cut_between_groups() -> None:
     assert len(pairs) > 2
 
 
+def test_optimizer_steps_on_pairs_are_cut_between_groups() -> None:
+    """Three groups of four responses; the second one has no pair."""
+    config = compose(
+        "quickstart",
+        ["algorithm=online_dpo", "rollout.group_size=4", "actor.mini_batch_size=4"],
+    )
+    assert isinstance(config, RLConfig)
+    rows = rollouts_of([1, 2, 3, 4] * 3, groups=[5] * 4 + [6] * 4 + [7] * 4)
+    sides = np.array([0, -1, 0, 1, 0, 0, 0, 0, 1, 0, -1, 0])
+    credit = credit_of(rows, (sides != 0).tolist())
+    statistics = np.repeat(sides * rows.response_length, 4).reshape(-1, 4)
+    credit = credit.replace(advantage_statistics=statistics.astype(np.float64))
+    outputs = ModelOutputs(None, None, None)
+    batch = LearnerBatch(3, held(rows), held(credit), outputs)
+    assert batch.paired_rows.tolist() == [3, 1, 8, 10]
+
+    cut = [*cut_mini_batches(config, config.actor, config.algorithm, batch)]
+    groups = [set(rows.group_id[chosen].tolist()) for chosen, _ in cut]
+    assert sorted(groups, key=min) == [{5}, {7}]
+    for chosen, mini_batch in cut:
+        assert len(chosen) == 4 and mini_batch.total_trajectories == 2
+
+
 def test_what_is_not_learned_from_is_no_sequence() -> None:
     ((rows, mini_batch),) = steps(
         "actor.mini_batch_size=8", "algorithm.sequence=trajectory", left_out=4

@@ -32,6 +32,7 @@ from verl_ray.config.algorithm import (
 from verl_ray.config.correction import correction_problems
 from verl_ray.config.data import curriculum_is_consistent
 from verl_ray.config.distill import DistillConfig, divergence_settings_are_read
+from verl_ray.config.preference import PreferenceLossConfig, loss_settings_are_read
 from verl_ray.config.preparation import (
     PrepareConfig,
     gain_is_measured,
@@ -81,6 +82,9 @@ class RLConfig(RolloutTaskConfig):
     algorithm: AlgorithmConfig
     distill: DistillConfig | None = None
     """What the actor learns from the reference role; null = nothing."""
+    preference: PreferenceLossConfig | None = None
+    """The loss of pairs, the best and the worst response of each group, in place of
+    algorithm.policy_loss; null = none."""
     prepare: PrepareConfig | None
 
     # The accuracy or the mean reward of every data source.
@@ -129,6 +133,8 @@ class RLConfig(RolloutTaskConfig):
     @property
     def compares_with_reference(self) -> bool:
         """Whether the actor is compared with a frozen policy, or with a teacher."""
+        if self.preference is not None and self.preference.declared.has_reference:
+            return True
         teaches = self.distill is not None and self.distill.teacher is None
         return teaches or self.algorithm.kl.place != "none"
 
@@ -149,12 +155,12 @@ class RLConfig(RolloutTaskConfig):
         update computes anyway. In the two-policy form of the rollout correction the
         sampler's log-probs take their place. A KL penalty in the reward needs them in
         any case, unless tokens are sampled over an old cache: no version of the policy
-        has the log-probs of those.
+        has the log-probs of those. A loss of pairs compares with the reference alone.
 
         Args:
             corrects: Whether algorithm.correction applies now.
         """
-        if self.rollout.kv == "keep":
+        if self.rollout.kv == "keep" or self.preference is not None:
             return False
         if self.algorithm.kl.place == "reward" or self.algorithm.chooses_tokens:
             return True
@@ -172,6 +178,10 @@ class RLConfig(RolloutTaskConfig):
         has_two_policies = self.algorithm.correction.form == "two_policy"
         sampler_replaces_old = corrects and has_two_policies
         return several_updates and not sampler_replaces_old
+
+    @property
+    def rows_per_unit(self) -> int:
+        return 1 if self.preference is None else 2
 
     @property
     def longest_row(self) -> tuple[int, str]:
@@ -277,6 +287,9 @@ class RLConfig(RolloutTaskConfig):
         without = "algorithm.kl.place=none makes no reference"
         if self.distill is not None:
             without = "distill.teacher is the teacher"
+        if self.preference is not None:
+            without = f"preference.loss={self.preference.loss} has no reference"
+            yield from _pairs_can_be_learned(self, self.preference, overridden)
         yield from reference_settings_are_used(self, without, overridden)
         # An evaluation alone has no teacher.
         if not overridden.evaluates:
@@ -334,6 +347,77 @@ def _inputs_can_be_made(
         yield from gain_is_measured(
             prepare, config.evaluation, config.run, config.reward
         )
+
+
+def _pairs_can_be_learned(
+    config: RLConfig, preference: PreferenceLossConfig, overridden: OverriddenKeys
+) -> Iterator[Problem]:
+    """Yield the problems of a run that learns from pairs of its own responses."""
+    yield from loss_settings_are_read(preference)
+    yield from groups_become_pairs(config, preference)
+    yield from settings_of_pairs_are_read(config, overridden)
+
+
+def groups_become_pairs(
+    config: RLConfig, preference: PreferenceLossConfig
+) -> Iterator[Problem]:
+    """Yield a problem for each setting with which a run cannot learn from pairs."""
+    if preference.declared.is_unpaired:
+        rule = "it learns from single responses, and each group becomes a pair"
+        fix = "Use a loss of pairs, such as sigmoid."
+        yield Problem("preference.loss", preference.loss, rule, fix)
+    algorithm = config.algorithm
+    if not ADVANTAGES[algorithm.advantage].chooses_rows:
+        rule = f"preference.loss={preference.loss} compares two responses of each group"
+        fix = "Choose algorithm=online_dpo, or set preference=null."
+        yield Problem("algorithm.advantage", algorithm.advantage, rule, fix)
+    if algorithm.kl.place != "none":
+        rule = "a loss of pairs has its own comparison with the reference, or none"
+        fix = "Set algorithm.kl=none."
+        yield Problem("algorithm.kl.place", algorithm.kl.place, rule, fix)
+    if config.distill is not None:
+        rule = "distill is a loss as well, and a run has one"
+        fix = "Choose another algorithm, such as grpo, or --config-name grpo."
+        yield Problem("preference.loss", preference.loss, rule, fix)
+    if config.episodes is not None:
+        rule = "the sides of a pair are rows, and an episode may have several"
+        fix = "Leave it out, or choose another algorithm, such as grpo."
+        environments = dict(config.agent.environments)
+        yield Problem("agent.environments", environments, rule, fix)
+
+    size, group_size = config.actor.mini_batch_size, config.rollout.group_size
+    if size is not None and size % group_size:
+        rule = f"the {group_size} responses of a group (rollout.group_size) make a pair"
+        larger = size + group_size - size % group_size
+        fix = f"Use a multiple of {group_size} such as {larger}, or null."
+        yield Problem("actor.mini_batch_size", size, rule, fix)
+
+
+_UNREAD_BY_PAIRS = (
+    "policy_loss",
+    "aggregation",
+    "sequence",
+    "whiten_advantages",
+    "advantage_clip",
+    "entropy_coefficient",
+    "entropy_share",
+    "entropy_target",
+    "entropy_step",
+    "entropy_max",
+    "negative_drift",
+    "positive_nll",
+    "correction",
+)
+"""Settings of `algorithm` that a loss of pairs does not read."""
+
+
+def settings_of_pairs_are_read(
+    config: RLConfig, overridden: OverriddenKeys
+) -> Iterator[Problem]:
+    """Yield a problem for each setting that a run with a loss of pairs ignores."""
+    reason = "preference.loss takes the place of algorithm.policy_loss"
+    for name in _UNREAD_BY_PAIRS:
+        yield from overridden.ignored(overridden.under(f"algorithm.{name}"), reason)
 
 
 def ratios_are_not_one(config: RLConfig) -> Iterator[Problem]:
@@ -549,6 +633,9 @@ def stale_tokens_are_corrected(config: RLConfig) -> Iterator[Problem]:
     """Yield a problem if older tokens would be taken for those of the policy."""
     rollout = config.rollout
     algorithm = config.algorithm
+    # A loss of pairs has no ratio to the policy that sampled them.
+    if config.preference is not None:
+        return
     # A synchronous run with older tokens is refused already.
     staleness = 0 if rollout.schedule == "synchronous" else rollout.staleness
     replay_age = algorithm.replay_age or 0
@@ -631,6 +718,9 @@ def _compares_groups(config: RLConfig) -> bool:
 
 def _has_no_ratio(config: RLConfig) -> bool:
     """Whether nothing corrects a second update on the same rollouts."""
+    # Pairs need no correction, whichever policy sampled them.
+    if config.preference is not None:
+        return False
     has_ratio = POLICY_LOSSES[config.algorithm.policy_loss].has_ratio
     return not has_ratio and not config.algorithm.correction_weighs_updates
 
@@ -830,8 +920,8 @@ RULES: tuple[RuleRow[RLConfig], ...] = (
             and ADVANTAGES[config.algorithm.advantage].divides_by_spread
             and config.graders["reward"].clip is None
         ),
-        rule="algorithm.advantage={algorithm.advantage} compares within a group and"
-        " divides by a deviation, which undoes this",
+        rule="algorithm.advantage={algorithm.advantage} compares within a group,"
+        " whatever the scale of scores, which undoes this",
         fix="Set it to none, or give reward.clip as well.",
     ),
 )
