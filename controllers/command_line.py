@@ -28,7 +28,7 @@ from controllers.commands.check import (
 from controllers.commands.check_data import print_readings
 from controllers.commands.check_pools import parse_rates
 from controllers.commands.generation import (
-    ResponseSelection,
+    RequestedResponses,
     in_words_of_generate,
     overrides_of,
 )
@@ -172,10 +172,10 @@ def _run_typed(command: str, arguments: Sequence[str]) -> int:
 
 def _generated(arguments: Sequence[str], options: argparse.Namespace) -> int:
     """Run `generate`, which is an evaluation on the training data."""
-    selection = ResponseSelection.from_options(options)
-    options.overrides = overrides_of(options.overrides, selection)
+    requested = RequestedResponses.from_options(options)
+    options.overrides = overrides_of(options.overrides, requested)
     try:
-        settings = {"selection": selection}
+        settings = {"requested": requested}
         return _composed_and_run("generate", arguments, options, settings)
     except ConfigError as error:
         raise in_words_of_generate(error) from error

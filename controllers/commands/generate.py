@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from controllers.commands.evaluate import Begun, measuring, only_candidate
-from controllers.commands.generation import ResponseSelection
+from controllers.commands.generation import RequestedResponses
 from controllers.rollouts.evaluator import HeldOutResponses
 from controllers.rollouts.graders import GENERATION
 from controllers.rollouts.production import generation_to_evaluate
@@ -48,12 +48,12 @@ from workers.generation import Generation
 Record = dict[str, Any]
 
 
-def generate(config: Config, selection: ResponseSelection) -> int:
+def generate(config: Config, requested: RequestedResponses) -> int:
     """Generate responses, write those that are chosen, and print how many there are.
 
     Args:
         config: Configuration as the user gave it, which may hold `auto`.
-        selection: The responses that are written, and their file.
+        requested: The responses that are written, and their file.
 
     Raises:
         ConfigError: The task has no rollouts, or has episodes.
@@ -63,19 +63,19 @@ def generate(config: Config, selection: ResponseSelection) -> int:
     candidate = only_candidate(config)
     # What files can tell is told before any process starts.
     data = read_data(config, trains=False)
-    _require_vocabulary(data, selection)
+    _require_vocabulary(data, requested)
     generation = replace(generation_to_evaluate(config), purpose=GENERATION)
-    request = _request(config, candidate.model, data, generation, selection)
-    file = PiecewiseFile(selection.output, request, "--output")
+    request = _request(config, candidate.model, data, generation, requested)
+    file = PiecewiseFile(requested.output, request, "--output")
 
     with measuring(config, [candidate], data) as begin:
         begun = begin(candidate)
-        counts = ResponseFile(begun, data, generation, selection).write_to(file)
+        counts = ResponseFile(begun, data, generation, requested).write_to(file)
 
     written, total = counts.pop("records"), counts.pop("responses")
     others = [f"{count} {reason}" for reason, count in counts.items() if count]
     more = f" ({', '.join(others)})" if others else ""
-    output = selection.output
+    output = requested.output
     print(f"{output}: {written} records of {total} new responses{more}", flush=True)
     return 0
 
@@ -88,12 +88,12 @@ def _require_responses(config: Config) -> None:
         raise ConfigError([Problem("agent.environments", "...", rule, fix)])
 
 
-def _require_vocabulary(data: Problems, selection: ResponseSelection) -> None:
+def _require_vocabulary(data: Problems, requested: RequestedResponses) -> None:
     vocabulary = len(data.tokenizer)
-    if selection.top_log_probs > vocabulary:
+    if requested.top_log_probs > vocabulary:
         rule = f"the tokenizer of the model has {vocabulary} tokens"
         fix = "Use a smaller number."
-        count = selection.top_log_probs
+        count = requested.top_log_probs
         raise ConfigError([Problem("--top-logprobs", count, rule, fix)])
 
 
@@ -102,7 +102,7 @@ def _request(
     model: str,
     data: Problems,
     generation: Generation,
-    selection: ResponseSelection,
+    requested: RequestedResponses,
 ) -> dict[str, Any]:
     """Return all that the contents of the file follow from."""
     assert data.held_out is not None
@@ -113,10 +113,10 @@ def _request(
         **asdict(generation),
         "data.prompts_per_step": config.data.prompts_per_step,
         "reward": to_tree(config)["reward"],
-        "--keep": selection.choice,
-        "--min-score": selection.min_score,
-        "--with-cut": selection.with_cut,
-        "--top-logprobs": selection.top_log_probs,
+        "--keep": requested.choice,
+        "--min-score": requested.min_score,
+        "--with-cut": requested.with_cut,
+        "--top-logprobs": requested.top_log_probs,
     }
 
 
@@ -128,7 +128,7 @@ class ResponseFile:
         begun: Begun,
         data: Problems,
         generation: Generation,
-        selection: ResponseSelection,
+        requested: RequestedResponses,
     ) -> None:
         """Take the model, the prompts, and which of its responses are written."""
         assert isinstance(begun.config, RLConfig)
@@ -138,7 +138,7 @@ class ResponseFile:
         self.trainer = begun.trainer
         self.tokenizer = data.tokenizer
         self.generation = generation
-        self.selection = selection
+        self.requested = requested
         self.counts: Counter[str] = Counter()
 
         prompts, size = data.held_out, self.config.data.prompts_per_step
@@ -181,7 +181,7 @@ class ResponseFile:
             )
 
         # The engines sleep while the trainer computes log-probs.
-        ahead = 0 if self.selection.top_log_probs else 1
+        ahead = 0 if self.requested.top_log_probs else 1
         for place, number in enumerate(numbers):
             for later in numbers[place : place + ahead + 1]:
                 if later not in buffers:
@@ -212,7 +212,7 @@ class ResponseFile:
         score = np.where(scores.ok & is_usable, scores.score, np.nan)
 
         prompt_records = _prompt_records(prompts)
-        if self.selection.choice == "pairs":
+        if self.requested.choice == "pairs":
             return self._pairs(prompt_records, responses, score)
         rows = self._chosen(score, is_usable)
         group_size = self.generation.group_size
@@ -220,7 +220,7 @@ class ResponseFile:
             prompt_records[row // group_size] | _response_record(responses[row])
             for row in rows.tolist()
         ]
-        if self.selection.top_log_probs and records:
+        if self.requested.top_log_probs and records:
             self._add_top_log_probs(experience.select(rows), records)
         return records
 
@@ -231,7 +231,7 @@ class ResponseFile:
         finish = experience.rollouts.row("finish")
         is_left_out = {
             "given up": finish == Finish.ABORTED,
-            "cut": (finish == Finish.LENGTH) & (not self.selection.with_cut),
+            "cut": (finish == Finish.LENGTH) & (not self.requested.with_cut),
             "empty": np.array([not each.response.strip() for each in responses]),
         }
         is_usable = np.ones(len(responses), np.bool_)
@@ -242,15 +242,15 @@ class ResponseFile:
 
     def _chosen(self, score: Float32, is_usable: Bool) -> Int64:
         """Return the rows of the responses that are written."""
-        if self.selection.choice == "best":
+        if self.requested.choice == "best":
             best, _ = best_and_worst(score, self.generation.group_size)
             rows = best[best >= 0]
         else:
             rows = np.flatnonzero(is_usable)
-        if self.selection.min_score is None:
+        if self.requested.min_score is None:
             return rows
         # A response without a score is none that is good enough.
-        is_good = score[rows] >= self.selection.min_score
+        is_good = score[rows] >= self.requested.min_score
         self.counts["below --min-score"] += int((~is_good).sum())
         return rows[is_good]
 
@@ -261,7 +261,7 @@ class ResponseFile:
         score: Float32,
     ) -> list[Record]:
         """Return a record for each prompt whose responses differ in score and text."""
-        lowest = self.selection.min_score
+        lowest = self.requested.min_score
         places = best_and_worst(score, self.generation.group_size)
         records = []
         for prompt, best, worst in zip(prompt_records, *places, strict=True):
@@ -291,7 +291,7 @@ class ResponseFile:
         trainer, stall_s = self.trainer, self.config.run.stall_s
         trainer.replicas.free_devices()
         trainer.replicas.device_sharing.switch_to("training")
-        top = TopTokens(self.selection.top_log_probs, len(self.tokenizer))
+        top = TopTokens(self.requested.top_log_probs, len(self.tokenizer))
         call = trainer.system.actor.scatter(
             ActorWorker.compute_reference_log_probs,
             chosen.rollouts,

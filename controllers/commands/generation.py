@@ -38,7 +38,7 @@ _SAMPLING = ("evaluation.temperature", SAME_AS_ROLLOUTS["evaluation.temperature"
 
 
 @dataclass(frozen=True)
-class ResponseSelection:
+class RequestedResponses:
     """A choice of the responses that are written, and their file.
 
     Attributes:
@@ -61,13 +61,13 @@ class ResponseSelection:
     top_log_probs: int = 0
 
     @classmethod
-    def from_options(cls, options: argparse.Namespace) -> ResponseSelection:
+    def from_options(cls, options: argparse.Namespace) -> RequestedResponses:
         """Return what the options of the command say.
 
         Raises:
             ConfigError: They cannot be.
         """
-        selection = cls(
+        requested = cls(
             Path(options.output).expanduser(),
             options.keep,
             options.min_score,
@@ -75,14 +75,14 @@ class ResponseSelection:
             not options.ungraded,
             options.top_logprobs,
         )
-        problems = list(selection._problems())
+        problems = list(requested._problems())
         if options.multirun:
             rule = "starts several runs, and all of them would write one file"
             fix = "Leave it out, and type one command for each file."
             problems.append(Problem("--multirun", True, rule, fix))
         if problems:
             raise ConfigError(problems)
-        return selection
+        return requested
 
     def _problems(self) -> Iterator[Problem]:
         output = str(self.output)
@@ -151,12 +151,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def overrides_of(typed: Sequence[str], selection: ResponseSelection) -> list[str]:
+def overrides_of(typed: Sequence[str], requested: RequestedResponses) -> list[str]:
     """Return the user's overrides, and those that make an evaluation of them.
 
     Args:
         typed: The user's overrides.
-        selection: What the options say.
+        requested: What the options say.
 
     Raises:
         ConfigError: A setting is typed that has no use.
@@ -167,7 +167,7 @@ def overrides_of(typed: Sequence[str], selection: ResponseSelection) -> list[str
         fix = "Use data.train_path."
         raise ConfigError([Problem("data.validation_path", None, rule, fix)])
     usual = {key: value for key, value in SAME_AS_ROLLOUTS.items() if key not in keys}
-    if not selection.is_graded:
+    if not requested.is_graded:
         usual |= _UNGRADED
     return [*typed, *(f"{key}={value}" for key, value in usual.items())]
 
