@@ -49,6 +49,7 @@ HEALTHY = (
     "agent_ppo",
     "cispo_asynchronous",
     "distill",
+    "dpo",
     "grpo",
     "gspo",
     "ppo",
@@ -82,6 +83,8 @@ FAULTY: dict[str, set[str]] = {
     "limited_turns": {"same_scores", "episode_limits", "responses_cut"},
     # Distillation from a model of 94% with actor.optimizer.lr=1e-2 in place of 3e-4.
     "teacher_left": {"teacher_left", "same_scores", "reward_collapse"},
+    # DPO of an untrained model with actor.optimizer.lr=3e-2 in place of 3e-3.
+    "chosen_falls": {"chosen_falls"},
     # SFT for 60 epochs of 64 sums.
     "overfitting": {"overfitting"},
     # The model of agent_quickstart without its warm start.
@@ -341,6 +344,12 @@ CASES: dict[str, Case] = {
         run_of(distill__kl=ten_and_ten(1.0, 1.51)),
         RL,
         (11, 18, 1.51, 1.5, "actor.optimizer.lr"),
+    ),
+    "chosen_falls": (
+        run_of(rewards__chosen=ten_and_ten(0.1, -0.49), rewards__margins=[1.0] * 20),
+        run_of(rewards__chosen=ten_and_ten(0.1, -0.51), rewards__margins=[1.0] * 20),
+        SFT,
+        (11, 18, -0.51, -0.5, "preference.rpo_alpha"),
     ),
     "large_updates": (
         run_of(actor__ppo_kl=ten_and_ten(0.01, 0.09)),

@@ -176,6 +176,7 @@ SCORE = "critic/score/mean"
 ENTROPY = "actor/entropy_per_token"
 RESPONSE_LENGTH = "response_length/mean"
 TEACHER_KL = "distill/kl"
+CHOSEN_REWARD = "rewards/chosen"
 
 COLLAPSED = 0.5
 EXHAUSTED = 0.1
@@ -184,6 +185,8 @@ CERTAIN = 0.01
 SOLVED = 0.9
 FAR_FROM_REFERENCE = 1.0
 FARTHER = 1.5
+CHOSEN_LOST = -0.5
+"""An implicit reward; with beta = 0.1, a response that is e^5 times less probable."""
 LARGE_UPDATE = 0.1
 DOUBLED = 2.0
 OFTEN_CUT = 0.3
@@ -247,6 +250,15 @@ def _teacher_left(run: RunLines) -> Iterator[Evidence | None]:
         # A policy may break in its second step.
         threshold = FARTHER * float(min(divergence.values[0], medians.values[0]))
         yield evidence_where(medians, medians.values > threshold, TEACHER_KL, threshold)
+
+
+def _chosen_falls(run: RunLines) -> Iterator[Evidence | None]:
+    rewards = run.series(CHOSEN_REWARD).medians(WINDOW)
+    margins = run.series("rewards/margins").medians(WINDOW)
+    # Both are of the same steps, but for those of one label alone.
+    if len(rewards) == len(margins):
+        holds = (rewards.values < CHOSEN_LOST) & (margins.values > 0)
+        yield evidence_where(rewards, holds, CHOSEN_REWARD, CHOSEN_LOST, below=True)
 
 
 def _lengths_exploding(run: RunLines) -> Iterator[Evidence | None]:
@@ -536,6 +548,16 @@ RULES = (
         "the divergence from the teacher is what distillation lowers",
         "Lower {actor.optimizer.lr}, or raise {distill.weight} beside rewards",
         _teacher_left,
+    ),
+    Rule(
+        "chosen_falls",
+        "warning",
+        "Chosen responses become less probable",
+        f"`{CHOSEN_REWARD}` is below {CHOSEN_LOST:g}, and `rewards/margins` above 0",
+        "a margin also grows where both responses of a pair fall, one faster; what they"
+        " lose goes to responses that nobody has compared (arXiv:2410.08847)",
+        "Set {preference.rpo_alpha}, or lower {actor.optimizer.lr}",
+        _chosen_falls,
     ),
     Rule(
         "large_updates",
