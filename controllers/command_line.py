@@ -29,8 +29,8 @@ from controllers.commands.check_data import print_readings
 from controllers.commands.check_pools import parse_rates
 from controllers.commands.generation import (
     RequestedResponses,
+    assumed_overrides,
     in_words_of_generate,
-    overrides_of,
 )
 from controllers.commands.multirun import multirun
 from controllers.commands.usage import (
@@ -173,7 +173,7 @@ def _run_typed(command: str, arguments: Sequence[str]) -> int:
 def _generated(arguments: Sequence[str], options: argparse.Namespace) -> int:
     """Run `generate`, which is an evaluation on the training data."""
     requested = RequestedResponses.from_options(options)
-    options.overrides = overrides_of(options.overrides, requested)
+    options.assumed = assumed_overrides(options.overrides, requested)
     try:
         settings = {"requested": requested}
         return _composed_and_run("generate", arguments, options, settings)
@@ -201,11 +201,7 @@ def _composed_and_run(
     name, folder = named_root(root or "quickstart", options.config_dir)
     if options.cfg is not None:
         return print_configuration(
-            name,
-            options.overrides,
-            folder,
-            evaluates=command in MEASURING,
-            resolved=options.resolve,
+            name, folder, options, evaluates=command in MEASURING
         )
 
     # Only `check` can leave the data out, and ask about another machine.
@@ -239,6 +235,7 @@ def _composed_and_run(
         config_name=name,
         overrides=options.overrides,
         config_dir=folder,
+        assumed=options.assumed,
         settings=settings,
     )
 
@@ -312,6 +309,7 @@ def _run_with_config(
     config_name: str,
     overrides: Sequence[str],
     config_dir: str | None,
+    assumed: Sequence[str],
     settings: Mapping[str, Any],
 ) -> int:
     """Check the configuration, then run a command that takes it.
@@ -322,13 +320,14 @@ def _run_with_config(
         config_name: the root config.
         overrides: what the user typed, in Hydra's grammar.
         config_dir: a folder of the user's own, or None.
+        assumed: overrides of the command itself.
         settings: what the command takes beside the configuration.
     """
     stop_on_signals()
     config = None
 
     try:
-        config = _checked(command, config_name, overrides, config_dir)
+        config = _checked(command, config_name, overrides, config_dir, assumed)
 
         if command == "train":
             step = finished_step(config)
@@ -366,7 +365,11 @@ def _run_with_config(
 
 
 def _checked(
-    command: str, config_name: str, overrides: Sequence[str], config_dir: str | None
+    command: str,
+    config_name: str,
+    overrides: Sequence[str],
+    config_dir: str | None,
+    assumed: Sequence[str],
 ) -> Config:
     """Return the configuration of a command, and print the warnings about it."""
     work = functools.partial(
@@ -375,6 +378,7 @@ def _checked(
         overrides,
         config_dir,
         evaluates=command in MEASURING,
+        assumed=assumed,
         trains=command == "train",
     )
     checked = stoppable(work)
@@ -410,30 +414,36 @@ def _implementation(command: str) -> TakesConfig:
 
 def print_configuration(
     config_name: str,
-    overrides: Sequence[str],
     config_dir: str | None,
+    options: argparse.Namespace,
     *,
     evaluates: bool,
-    resolved: bool,
 ) -> int:
     """Print a configuration as YAML and return 0.
 
+    With `--resolve` references such as `${model.path}` are followed. Otherwise they
+    stand as they are written, and so does a value that must be given yet.
+
     Args:
         config_name: the root config.
-        overrides: what the user typed, in Hydra's grammar.
         config_dir: a folder of the user's own, or None.
-        evaluates: whether the command is `evaluate`.
-        resolved: whether references such as `${model.path}` are followed. Otherwise
-            they stand as they are written, and so does a value that must be given yet.
+        options: the options and overrides of the command.
+        evaluates: whether the command starts the processes of an evaluation.
 
     Raises:
         ConfigError: the problems of the configuration alone, not of the machine.
     """
-    composition = examine(config_name, overrides, config_dir, evaluates=evaluates)
+    composition = examine(
+        config_name,
+        options.overrides,
+        config_dir,
+        evaluates=evaluates,
+        assumed=options.assumed,
+    )
     tree = composition.tree
     problems = composition.problems
 
-    if not resolved:
+    if not options.resolve:
         problems = [problem for problem in problems if not _is_missing(problem, tree)]
     elif composition.config is not None:
         tree = to_tree(composition.config)

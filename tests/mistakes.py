@@ -529,6 +529,8 @@ def _of_files_and_commands(inputs: Inputs, folder: Path) -> list[Mistake]:
     own.write_text("run:\n  name: [a\nmodel: {\n")
     base = folder / "base.yaml"
     base.write_text("defaults: [grpoo]\n")
+    unpaired = folder / "unpaired.jsonl"
+    unpaired.write_text('{"prompt": "1+1=", "completion": "2", "label": true}\n')
     full = folder / "full"
     full.joinpath("checkpoints", "step_00000002").mkdir(parents=True)
     full.joinpath("metrics.jsonl").write_text('{"step": 1}\n')
@@ -548,6 +550,29 @@ def _of_files_and_commands(inputs: Inputs, folder: Path) -> list[Mistake]:
             _check(inputs, f"run.dir={full}", "run.resume=none"),
             "run.resume",
         ),
+        Mistake(
+            "generate to a format that is not read",
+            ("generate", "--output", "a.csv", "--config-name", "grpo"),
+            "Let it end in .jsonl or .parquet",
+        ),
+        Mistake(
+            "pairs of a loss of single responses",
+            _check(inputs, "algorithm=online_dpo", "preference.loss=kto"),
+            "Use a loss of pairs",
+        ),
+        Mistake(
+            "single responses for a loss of pairs",
+            (
+                "check",
+                "--config-name",
+                "dpo",
+                f"model.path={inputs.model}",
+                f"data.train_path={unpaired}",
+                "data.validation_path=null",
+                "run.evaluate_every=0",
+            ),
+            "preference.loss=kto",
+        ),  # fmt: skip
         Mistake(
             "export of a wrong path",
             ("export", str(folder / "nothing"), str(folder / "exported")),

@@ -198,6 +198,7 @@ def checked_config(
     reads_data: bool = True,
     seen: SeenData | None = None,
     described: Machine | None = None,
+    assumed: Sequence[str] = (),
 ) -> Checked:
     """Check a configuration, the machine, the data and the user's functions.
 
@@ -205,20 +206,21 @@ def checked_config(
         config_name: the root config.
         overrides: what the user typed, in Hydra's grammar.
         config_dir: a folder of the user's own, or None.
-        evaluates: whether the command is `evaluate`.
-        trains: whether the command is `train`; a finished run reads nothing any more.
-        reads_data: whether to read the data files and to try the user's functions.
+        evaluates: whether the command measures a model.
+        trains: whether it is `train`; a finished run reads nothing any more.
+        reads_data: whether to read data files and to try functions.
         seen: the findings of the other runs of a sweep.
         described: the machine to check for, in place of the one that would run it.
+        assumed: overrides of the command itself.
 
     Raises:
         ConfigError: the problems of all of them together.
     """
-    composition = examine(config_name, overrides, config_dir, evaluates=evaluates)
-    config = composition.config
-    problems = list(composition.problems)
+    composition = examine(
+        config_name, overrides, config_dir, evaluates=evaluates, assumed=assumed
+    )
+    config, problems = composition.config, list(composition.problems)
     findings = Findings()
-
     # The machine is checked in any case, so that all problems come together.
     if config is not None:
         machine = described or machine_of(config)
@@ -231,10 +233,9 @@ def checked_config(
     is_finished = config is not None and trains and finished_step(config) is not None
     reads_data = reads_data and not is_finished
     if config is not None and reads_data and not _hide_data(problems):
-        facts = facts_here(config, machine, learns=not evaluates)
-        planned = resolve(config, facts)
-        seen = seen or SeenData()
-        results = seen.examine(planned, problems, evaluates=evaluates)
+        planned = resolve(config, facts_here(config, machine, learns=not evaluates))
+        examine_once = (seen or SeenData()).examine
+        results = examine_once(planned, problems, evaluates=evaluates)
         problems += results.problems
 
         # Some rules compare the number of steps, which follows from the data.

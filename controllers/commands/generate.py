@@ -13,19 +13,20 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, replace
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from controllers.commands.evaluate import Begun, measuring, only_candidate
 from controllers.commands.generation import RequestedResponses
+from controllers.devices import DeviceSharing
 from controllers.rollouts.evaluator import HeldOutResponses
 from controllers.rollouts.graders import GENERATION
 from controllers.rollouts.production import generation_to_evaluate
 from controllers.trainers.base import read_data
-from controllers.trainers.reference import files_of_weights
 from controllers.trainers.rl import Problems, Trainer
 from controllers.watch import score_entries
 from verl_ray.algorithms.groups import GroupMembers
@@ -39,8 +40,10 @@ from verl_ray.data.buffer import Experience, RolloutBuffer
 from verl_ray.data.piecewise import PiecewiseFile
 from verl_ray.errors import ConfigError, Problem
 from verl_ray.ops.outputs import TopTokens
+from verl_ray.preflight.model_files import digest_of_weights
 from verl_ray.profiling.phases import Timers, phase
 from verl_ray.rewards.shaping import response_scores
+from verl_ray.settings.function_specs import parts_of
 from verl_ray.tracking.held_out_responses import HeldOutResponse
 from workers.actor import ActorWorker
 from workers.generation import Generation
@@ -63,12 +66,14 @@ def generate(config: Config, requested: RequestedResponses) -> int:
     candidate = only_candidate(config)
     # What files can tell is told before any process starts.
     data = read_data(config, trains=False)
-    _require_vocabulary(data, requested)
+    _require_possible(config, data, requested)
     generation = replace(generation_to_evaluate(config), purpose=GENERATION)
-    request = _request(config, candidate.model, data, generation, requested)
-    file = PiecewiseFile(requested.output, request, "--output")
+    request = _request(config, candidate.model, data, requested)
 
-    with measuring(config, [candidate], data) as begin:
+    with (
+        PiecewiseFile(requested.output, request, "--output") as file,
+        measuring(config, [candidate], data) as begin,
+    ):
         begun = begin(candidate)
         counts = ResponseFile(begun, data, generation, requested).write_to(file)
 
@@ -88,35 +93,88 @@ def _require_responses(config: Config) -> None:
         raise ConfigError([Problem("agent.environments", "...", rule, fix)])
 
 
-def _require_vocabulary(data: Problems, requested: RequestedResponses) -> None:
-    vocabulary = len(data.tokenizer)
-    if requested.top_log_probs > vocabulary:
+def _require_possible(
+    config: RLConfig, data: Problems, requested: RequestedResponses
+) -> None:
+    """Raise ConfigError for what no response can fulfil."""
+    problems = []
+    vocabulary, count = len(data.tokenizer), requested.top_log_probs
+    if count > vocabulary:
         rule = f"the tokenizer of the model has {vocabulary} tokens"
-        fix = "Use a smaller number."
-        count = requested.top_log_probs
-        raise ConfigError([Problem("--top-logprobs", count, rule, fix)])
+        problems.append(Problem("--top-logprobs", count, rule, "Use a smaller number."))
+    if requested.choice == "pairs" and config.evaluation.group_size < 2:
+        rule = "each prompt gets one response, which is no pair"
+        problems.append(Problem("--n", 1, rule, "Use at least 2."))
+    if problems:
+        raise ConfigError(problems)
 
 
 def _request(
-    config: RLConfig,
-    model: str,
-    data: Problems,
-    generation: Generation,
-    requested: RequestedResponses,
-) -> dict[str, Any]:
-    """Return all that the contents of the file follow from."""
+    config: RLConfig, model: str, data: Problems, requested: RequestedResponses
+) -> dict[str, object]:
+    """Return all that the contents of the file follow from, by the keys of it.
+
+    How fast it is made, and how long a grader may take, is none of it.
+    """
     assert data.held_out is not None
+    evaluation, rollout = config.evaluation, config.rollout
     return {
-        "model": model,
-        "weights": files_of_weights(config.actor.model.folder),
-        "prompts": _digest(data.held_out),
-        **asdict(generation),
+        "model.path": model,
+        "the weights": digest_of_weights(config.actor.model.folder),
+        "data.train_path": _digest(data.held_out),
         "data.prompts_per_step": config.data.prompts_per_step,
-        "reward": to_tree(config)["reward"],
+        "run.seed": config.run.seed,
+        "--n": evaluation.group_size,
+        "rollout.temperature": evaluation.temperature,
+        "rollout.top_p": evaluation.top_p,
+        "rollout.top_k": evaluation.top_k,
+        "rollout.max_response_tokens": rollout.max_response_tokens,
+        "rollout.stop": rollout.stop,
+        "reward": content_of_reward(config),
         "--keep": requested.choice,
         "--min-score": requested.min_score,
         "--with-cut": requested.with_cut,
         "--top-logprobs": requested.top_log_probs,
+    }
+
+
+def content_of_reward(config: RLConfig) -> dict[str, object]:
+    """Return what decides scores: settings, users' files, and weights of models."""
+    settings = without_limits(to_tree(config)["reward"])
+    files = {}
+    weights = {}
+    for key, grader in config.graders.items():
+        for spec in (grader.named_functions or {}).values():
+            path = Path(parts_of(spec)[0].rpartition(":")[0])
+            if path.is_file():
+                files[str(path)] = hashlib.blake2b(
+                    path.read_bytes(), digest_size=8
+                ).hexdigest()
+        model = getattr(grader, "model", None)
+        if model is not None:
+            weights[key] = digest_of_weights(model.folder)
+    return {"settings": settings, "files": files, "weights": weights}
+
+
+_LIMITS = frozenset(
+    (
+        "num_ranks", "processes_per_rank", "deadline_s", "max_failed_fraction",
+        "concurrency", "requests_per_s", "request_timeout_s", "max_attempts",
+        "backoff_s", "max_outage_s", "batch_size", "token_env", "engine", "backend",
+        "normalise", "clip",
+    )
+)  # fmt: skip
+"""Settings of graders that change no score of a response that is written."""
+
+
+def without_limits(tree: object) -> object:
+    """Return settings of graders without those that change no score."""
+    if not isinstance(tree, Mapping):
+        return tree
+    return {
+        name: without_limits(value)
+        for name, value in tree.items()
+        if name not in _LIMITS
     }
 
 
@@ -156,11 +214,10 @@ class ResponseFile:
         if done:
             print(f"{done} of {total} pieces are there; the others follow", flush=True)
 
-        with phase("generating") as progress:
+        with phase(lambda: f"{done} of {total} pieces are written") as progress:
             for number, experience in self._generated(missing):
                 records = self._records(self.pieces[number], experience)
-                file.write(number, records)
-                self.counts["records"] += len(records)
+                self.counts["records"] += file.write(number, records)
                 done += 1
                 progress.reach(done, total, "pieces")
         file.finish(total)
@@ -180,8 +237,9 @@ class ResponseFile:
                 self.pieces[number], self.generation, buffers[number], version
             )
 
-        # The engines sleep while the trainer computes log-probs.
-        ahead = 0 if self.requested.top_log_probs else 1
+        # Engines may have to sleep while the trainer computes log-probs.
+        sleeps = self.requested.top_log_probs > 0 and not self._sharing.moves_nothing
+        ahead = 0 if sleeps else 1
         for place, number in enumerate(numbers):
             for later in numbers[place : place + ahead + 1]:
                 if later not in buffers:
@@ -189,10 +247,19 @@ class ResponseFile:
             ordinals = self.pieces[number].group_id
             yield number, producer.take(ordinals, buffers[number], version, timers)
             del buffers[number]
+            is_last = place == len(numbers) - 1
+            if sleeps and not is_last:
+                # The engines have the weights again after it.
+                self.trainer.publish(version)
+
+    @property
+    def _sharing(self) -> DeviceSharing:
+        """The devices of trainers and engines."""
+        return self.trainer.replicas.device_sharing
 
     # ----------------------------------------------------------------------- records
 
-    def _records(self, prompts: Prompts, experience: Experience) -> list[Record]:
+    def _records(self, prompts: Prompts, experience: Experience) -> Iterable[Record]:
         """Return the records of a piece."""
         scores = self.trainer.shaping.weigh(response_scores(experience.scores))
         stall_s = self.config.run.stall_s
@@ -220,9 +287,9 @@ class ResponseFile:
             prompt_records[row // group_size] | _response_record(responses[row])
             for row in rows.tolist()
         ]
-        if self.requested.top_log_probs and records:
-            self._add_top_log_probs(experience.select(rows), records)
-        return records
+        if not self.requested.top_log_probs or not records:
+            return records
+        return self._with_top_log_probs(experience.select(rows), records)
 
     def _usable(
         self, experience: Experience, responses: Sequence[HeldOutResponse]
@@ -282,43 +349,36 @@ class ResponseFile:
                 records.append(prompt | pair)
         return records
 
-    def _add_top_log_probs(self, chosen: Experience, records: Sequence[Record]) -> None:
-        """Add the tokens of each row, and what the model says in their places.
+    def _with_top_log_probs(
+        self, chosen: Experience, records: Sequence[Record]
+    ) -> Iterator[Record]:
+        """Yield records with the tokens of each row, and the likeliest in their places.
 
-        Log-probs are those at temperature 1, by the trainer's forward pass. Engines
-        sleep meanwhile, and have the weights again after it.
+        Log-probs are those at temperature 1, by the trainer's forward pass.
         """
-        trainer, stall_s = self.trainer, self.config.run.stall_s
-        trainer.replicas.free_devices()
-        trainer.replicas.device_sharing.switch_to("training")
+        stall_s = self.config.run.stall_s
+        self.trainer.replicas.free_devices()
+        self._sharing.switch_to("training")
         top = TopTokens(self.requested.top_log_probs, len(self.tokenizer))
-        call = trainer.system.actor.scatter(
-            ActorWorker.compute_reference_log_probs,
-            chosen.rollouts,
-            1.0,
-            False,
-            top,
+        call = self.trainer.system.actor.scatter(
+            ActorWorker.compute_reference_log_probs, chosen.rollouts, 1.0, False, top
         )
         with phase("computing log-probs"):
             log_probs = read(call.result(), stall_s)
-        trainer.publish(trainer.policy_version)
 
         rows: Rollouts = read(chosen.rollouts, stall_s)
-        top_tokens, top_log_probs = log_probs.top_tokens, log_probs.top_log_probs
-        assert top_tokens is not None and top_log_probs is not None
+        assert log_probs.top_tokens is not None
+        assert log_probs.top_log_probs is not None
         # As text, seven more digits of each would be noise.
-        numbers = top_log_probs.astype(np.float64).round(6)
+        numbers = log_probs.top_log_probs.astype(np.float64).round(6)
         starts = rows.offsets[:-1] + rows.prompt_length
         for number, record in enumerate(records):
-            first, start, end = (
-                rows.offsets[number],
-                starts[number],
-                rows.offsets[number + 1],
-            )
-            record |= {
+            first, end = rows.offsets[number : number + 2]
+            start = starts[number]
+            yield record | {
                 "prompt_tokens": rows.tokens[first:start].tolist(),
                 "response_tokens": rows.tokens[start:end].tolist(),
-                "top_tokens": top_tokens[start:end].tolist(),
+                "top_tokens": log_probs.top_tokens[start:end].tolist(),
                 "top_log_probs": numbers[start:end].tolist(),
             }
 

@@ -7,6 +7,7 @@ of an evaluation on the training data, sampled as a run's rollouts are.
 from __future__ import annotations
 
 import argparse
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -26,7 +27,19 @@ SAME_AS_ROLLOUTS = {
     "evaluation.functions": "null",
     "evaluation.num_prompts": "null",
 }
-"""Settings of an evaluation, as `generate` has them unless they are typed."""
+"""Settings of an evaluation, as `generate` has them."""
+
+_INSTEAD = {
+    "data.validation_path": "data.train_path",
+    "evaluation.group_size": "--n",
+    "evaluation.temperature": "rollout.temperature",
+    "evaluation.top_p": "rollout.top_p",
+    "evaluation.top_k": "rollout.top_k",
+    "evaluation.functions": "reward.functions",
+    "evaluation.deadline_s": "reward.deadline_s",
+    "evaluation.samples": "--output, which has all responses",
+}
+"""Settings of an evaluation that `generate` does not read, and what it reads."""
 
 _UNGRADED = {
     "reward.functions": "{default: ungraded}",
@@ -51,6 +64,7 @@ class RequestedResponses:
         is_graded: Whether responses are scored.
         top_log_probs: Number of the most probable tokens in the place of each response
             token that are written with their log-probs; 0 for none.
+        group_size: Responses to each prompt; None: rollout.group_size.
     """
 
     output: Path
@@ -59,6 +73,7 @@ class RequestedResponses:
     with_cut: bool = False
     is_graded: bool = True
     top_log_probs: int = 0
+    group_size: int | None = None
 
     @classmethod
     def from_options(cls, options: argparse.Namespace) -> RequestedResponses:
@@ -74,12 +89,9 @@ class RequestedResponses:
             options.with_cut,
             not options.ungraded,
             options.top_logprobs,
+            options.n,
         )
         problems = list(requested._problems())
-        if options.multirun:
-            rule = "starts several runs, and all of them would write one file"
-            fix = "Leave it out, and type one command for each file."
-            problems.append(Problem("--multirun", True, rule, fix))
         if problems:
             raise ConfigError(problems)
         return requested
@@ -99,6 +111,12 @@ class RequestedResponses:
             rule = "--keep and --min-score choose by scores"
             fix = "Leave it out, or use --keep all without --min-score."
             yield Problem("--ungraded", True, rule, fix)
+        if self.group_size is not None and self.group_size < 1:
+            rule = "it is a number of responses"
+            yield Problem("--n", self.group_size, rule, "Use at least 1.")
+        if self.min_score is not None and not math.isfinite(self.min_score):
+            rule = "no score is compared with it"
+            yield Problem("--min-score", self.min_score, rule, "Use a number.")
         if self.top_log_probs < 0:
             rule = "it is a number of tokens"
             yield Problem("--top-logprobs", self.top_log_probs, rule, "Use 32.")
@@ -115,6 +133,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         required=True,
         metavar="FILE",
         help=f"the data file to write, {' or '.join(SUFFIXES)}",
+    )
+    parser.add_argument(
+        "--n",
+        type=int,
+        metavar="N",
+        help="responses to each prompt; rollout.group_size without it",
     )
     parser.add_argument(
         "--keep",
@@ -151,8 +175,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def overrides_of(typed: Sequence[str], requested: RequestedResponses) -> list[str]:
-    """Return the user's overrides, and those that make an evaluation of them.
+def assumed_overrides(typed: Sequence[str], requested: RequestedResponses) -> list[str]:
+    """Return the overrides that make an evaluation of the user's.
 
     Args:
         typed: The user's overrides.
@@ -161,21 +185,35 @@ def overrides_of(typed: Sequence[str], requested: RequestedResponses) -> list[st
     Raises:
         ConfigError: A setting is typed that has no use.
     """
-    keys = {text.partition("=")[0].lstrip("+") for text in typed}
-    if "data.validation_path" in keys:
-        rule = "responses are generated to the prompts of data.train_path"
-        fix = "Use data.train_path."
-        raise ConfigError([Problem("data.validation_path", None, rule, fix)])
-    usual = {key: value for key, value in SAME_AS_ROLLOUTS.items() if key not in keys}
+    keys = {text.partition("=")[0].lstrip("+~") for text in typed}
+    problems = []
+    for key in keys:
+        instead = _INSTEAD.get(key)
+        if instead is not None:
+            rule = "it is of evaluations, and has no use here"
+            problems.append(Problem(key, None, rule, f"Use {instead}."))
+        if not requested.is_graded and key.split(".")[0] == "reward":
+            rule = "it would be ignored: --ungraded scores nothing"
+            problems.append(Problem(key, None, rule, "Leave one of them out."))
+    if problems:
+        raise ConfigError(problems)
+
+    assumed = dict(SAME_AS_ROLLOUTS)
+    if requested.group_size is not None:
+        assumed["evaluation.group_size"] = str(requested.group_size)
     if not requested.is_graded:
-        usual |= _UNGRADED
-    return [*typed, *(f"{key}={value}" for key, value in usual.items())]
+        assumed |= _UNGRADED
+    return [f"{key}={value}" for key, value in assumed.items() if key not in keys]
 
 
 def in_words_of_generate(error: ConfigError) -> ConfigError:
     """Return the problems of an evaluation as those of the command that was typed."""
     for problem in error.problems:
-        # No user types this one, so it is the task that has no such key.
+        # No user types these, so it is the task or the reward that has no such key.
+        if problem.key in _UNGRADED and problem.value == _UNGRADED[problem.key]:
+            rule = "it is of functions alone, and the reward is another one"
+            fix = "Add reward=function."
+            return ConfigError([Problem("--ungraded", True, rule, fix)])
         if (problem.key, problem.value) == _SAMPLING:
             rule = "this task generates no responses"
             fix = "Use --config-name grpo, or a configuration of such a run."

@@ -167,12 +167,15 @@ def parser_of(command: str) -> argparse.ArgumentParser:
     """Return the parser of a command that takes overrides."""
     command_help = HELP[command]
 
-    own = "--output FILE " if command == "generate" else ""
+    # Several runs would write one file.
+    is_swept = command != "generate"
+    own = "[--multirun] " if is_swept else ""
+    first = "" if is_swept else "--output FILE "
     # Raw text keeps the columns of choices, and an abbreviation would turn a misspelt
     # option into another one.
     parser = argparse.ArgumentParser(
         prog=f"verl-ray {command}",
-        usage=f"verl-ray {command} {own}{OPTIONS} [--multirun] [overrides]",
+        usage=f"verl-ray {command} {first}{OPTIONS} {own}[overrides]",
         description=textwrap.fill(command_help.about, WIDTH),
         epilog=f"{_choices()}\n{command_help.examples}\n{EXIT_CODES}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -197,22 +200,16 @@ def parser_of(command: str) -> argparse.ArgumentParser:
     if command == "generate":
         add_options(parser)
     if command == "evaluate":
+        _add_comparing(parser)
+    parser.set_defaults(multirun=False, assumed=())
+    if is_swept:
         parser.add_argument(
-            CHECKPOINTS,
-            nargs="+",
-            default=[],
-            metavar="PATH",
-            help="measure and compare these: paths of checkpoints, or of runs, which"
-            " stand for their newest one; base = the model of model.path; all = every"
-            " checkpoint in run.dir. Overrides may follow",
+            "--multirun",
+            "-m",
+            action="store_true",
+            help="one run after another, for each of the values in key=1,2,3; run N"
+            " writes to run.dir/N",
         )
-    parser.add_argument(
-        "--multirun",
-        "-m",
-        action="store_true",
-        help="one run after another, for each of the values in key=1,2,3; run N writes"
-        " to run.dir/N",
-    )
     _add_printing(parser, command)
     parser.add_argument(
         "overrides",
@@ -221,6 +218,19 @@ def parser_of(command: str) -> argparse.ArgumentParser:
         help="overrides, as below",
     )
     return parser
+
+
+def _add_comparing(parser: argparse.ArgumentParser) -> None:
+    """Add the option that only `evaluate` has."""
+    parser.add_argument(
+        CHECKPOINTS,
+        nargs="+",
+        default=[],
+        metavar="PATH",
+        help="measure and compare these: paths of checkpoints, or of runs, which"
+        " stand for their newest one; base = the model of model.path; all = every"
+        " checkpoint in run.dir. Overrides may follow",
+    )
 
 
 def _add_checking(parser: argparse.ArgumentParser) -> None:

@@ -63,6 +63,7 @@ def examine(
     config_dir: str | None = None,
     *,
     evaluates: bool = False,
+    assumed: Sequence[str] = (),
 ) -> Composition:
     """Compose a configuration and return it with its problems, as far as possible.
 
@@ -71,6 +72,7 @@ def examine(
         overrides: what the user typed, in Hydra's grammar.
         config_dir: a folder of the user's own, or None.
         evaluates: whether the command is a single evaluation instead of training.
+        assumed: overrides of the command itself, which the user has not typed.
     """
     result = Composition()
     try:
@@ -81,6 +83,7 @@ def examine(
                 overrides,
                 config_dir=config_dir,
                 evaluates=evaluates,
+                assumed=assumed,
             )
     except ConfigError as error:
         result.problems += error.problems
@@ -95,6 +98,7 @@ def _compose_into(
     *,
     config_dir: str | None,
     evaluates: bool,
+    assumed: Sequence[str],
 ) -> None:
     """Fill `result` as far as possible, while Hydra knows the sources of configs."""
     roots = roots_beside(config_name)
@@ -112,6 +116,7 @@ def _compose_into(
     if config_dir is not None:
         result.problems += backend_set_in_yaml(base, choices)
 
+    values += parse_overrides(assumed, result.problems)
     if evaluates:
         values += _data_of_an_evaluation(base, values)
     accepted = accept(values, base, choices, result.problems)

@@ -22,6 +22,7 @@ from verl_ray.cluster.waiting import put
 from verl_ray.columns.sharded import Sharded
 from verl_ray.columns.stages import Float64, TeacherForcedEvaluation, TrainingBatch
 from verl_ray.config.roles import ModelRole
+from verl_ray.preflight.model_files import digest_of_weights
 from workers.model_worker import ModelWorker
 
 _RECORD = np.dtype([("row", "S16"), ("log_prob", "<f8")])
@@ -78,18 +79,10 @@ class ReferenceLogProbs:
 
 def _key(role: ModelRole) -> str:
     """Return a name of what the log-probs of the same tokens depend on."""
-    weights = files_of_weights(role.model.folder)
+    weights = digest_of_weights(role.model.folder)
     backend = role.backend
     facts = repr((role.model.folder, weights, backend.kind, backend.compute_dtype))
     return hashlib.blake2b(facts.encode(), digest_size=4).hexdigest()
-
-
-def files_of_weights(folder: str) -> list[tuple[str, int, int]]:
-    """Return the name, size and time of each file of a model's weights."""
-    return sorted(
-        (path.name, path.stat().st_size, path.stat().st_mtime_ns)
-        for path in Path(folder).glob("*.safetensors")
-    )
 
 
 def _whole_records(path: Path) -> npt.NDArray[np.void]:

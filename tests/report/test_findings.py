@@ -191,6 +191,7 @@ RL: Tree = {
     "agent": {"max_turns": 4},
 }
 SFT: Tree = {"task": "sft"}
+DPO: Tree = {"task": "dpo"}
 
 
 def run_of(**columns: float | Sequence[float]) -> Lines:
@@ -346,10 +347,10 @@ CASES: dict[str, Case] = {
         (11, 18, 1.51, 1.5, "actor.optimizer.lr"),
     ),
     "chosen_falls": (
-        run_of(rewards__chosen=ten_and_ten(0.1, -0.49), rewards__margins=[1.0] * 20),
-        run_of(rewards__chosen=ten_and_ten(0.1, -0.51), rewards__margins=[1.0] * 20),
-        SFT,
-        (11, 18, -0.51, -0.5, "preference.rpo_alpha"),
+        run_of(logps__chosen=ten_and_ten(-10, -14.9), rewards__margins=[1.0] * 20),
+        run_of(logps__chosen=ten_and_ten(-10, -15.1), rewards__margins=[1.0] * 20),
+        DPO,
+        (11, 18, -15.1, -15.0, "actor.optimizer.lr"),
     ),
     "large_updates": (
         run_of(actor__ppo_kl=ten_and_ten(0.01, 0.09)),

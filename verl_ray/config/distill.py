@@ -143,6 +143,15 @@ def divergence_settings_are_read(
     yield from _unread("distill", distill, distill.declared, reason)
 
 
+_TEXT_SETTINGS = (
+    "data.special_tokens",
+    "data.apply_chat_template",
+    "data.chat_template_kwargs",
+    "data.template_day",
+)
+"""Settings by which texts become tokens."""
+
+
 def divergence_of_a_file_is_read(
     sft: TeacherFileConfig, overridden: OverriddenKeys
 ) -> Iterator[Problem]:
@@ -150,6 +159,10 @@ def divergence_of_a_file_is_read(
     reason = f"sft.divergence={sft.divergence or 'null'} does not use it"
     if sft.divergence is None:
         yield from overridden.ignored(overridden.under("sft.top_k"), reason)
+    else:
+        tokens = "sft.divergence learns tokens as they were sampled"
+        for key in _TEXT_SETTINGS:
+            yield from overridden.ignored(overridden.under(key), tokens)
     yield from _unread("sft", sft, sft.declared, reason)
 
 

@@ -1,16 +1,20 @@
 """A data file that is written piece by piece, and goes on after a stop.
 
 Invariant: a piece is whole or is not there, and so is the file. What decides the
-contents stands beside the pieces, so pieces of two requests never become one file.
+contents stands beside the pieces, so pieces of two requests never become one file, and
+one process at a time writes them. Pieces are lines of JSON, whatever the format of the
+file, so they stay of use where another format is chosen in the end.
 """
 
 from __future__ import annotations
 
+import fcntl
 import json
+import os
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 from verl_ray.data.files import as_jsonl
 from verl_ray.disk import replace_file, sync
@@ -26,58 +30,76 @@ class PiecewiseFile:
     """A .jsonl or .parquet file, and the folder of its pieces until it is whole."""
 
     def __init__(self, path: Path, request: Mapping[str, object], key: str) -> None:
-        """Begin the file, or go on where an earlier process has stopped.
+        """Name the file; nothing is written.
 
         Args:
             path: The file, which does not exist.
             request: All that its contents follow from, as JSON has it.
             key: The setting that names the file.
-
-        Raises:
-            ConfigError: There are pieces of another request.
         """
         self.path = path
-        self._folder = path.with_name(f"{path.name}.partial")
-        request = json.loads(json.dumps(request))
+        self._key = key
+        self._request: dict[str, object] = json.loads(json.dumps(request))
+        # The same pieces serve either format.
+        self._folder = path.with_name(f"{path.stem}.partial")
+        self._lock: int | None = None
+
+    def __enter__(self) -> Self:
+        """Begin the file, or go on where an earlier process has stopped.
+
+        Raises:
+            ConfigError: There are pieces of another request, or another process writes
+                them.
+        """
         beginning = self._folder / _REQUEST
-        if beginning.is_file():
-            earlier = json.loads(beginning.read_text())
-            if earlier != request:
-                raise ConfigError([_other_request(key, self._folder, earlier, request)])
-            return
         self._folder.mkdir(parents=True, exist_ok=True)
-        replace_file(beginning, json.dumps(request, indent=1).encode())
+        self._lock = os.open(self._folder, os.O_RDONLY)
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if beginning.is_file():
+                self._require_same(json.loads(beginning.read_text()))
+            else:
+                content = json.dumps(self._request, indent=1)
+                replace_file(beginning, content.encode())
+        except BlockingIOError:
+            rule = f"another process writes to {self._folder}"
+            fix = "Wait for it, or name another file."
+            self.__exit__()
+            raise ConfigError([Problem(self._key, str(self.path), rule, fix)]) from None
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Let another process go on."""
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
 
     def __contains__(self, number: int) -> bool:
         """Whether a piece is there."""
         return self._piece(number).is_file()
 
-    def write(self, number: int, records: Sequence[Mapping[str, Any]]) -> None:
-        """Write a piece.
-
-        Raises:
-            DataError: The format has no such values.
-        """
-        if self.path.suffix == ".jsonl":
-            replace_file(self._piece(number), as_jsonl(records))
-            return
-
-        import pyarrow as pa
-        import pyarrow.parquet
-
-        try:
-            table = pa.Table.from_pylist(list(records))
-        except pa.ArrowException as error:
-            raise _not_tabular(self.path, error) from error
-        sink = pa.BufferOutputStream()
-        pyarrow.parquet.write_table(table, sink)
-        replace_file(self._piece(number), sink.getvalue().to_pybytes())
+    def write(self, number: int, records: Iterable[Mapping[str, Any]]) -> int:
+        """Write a piece, record by record; return how many there are."""
+        piece = self._piece(number)
+        part = piece.with_suffix(".part")
+        count = 0
+        with part.open("wb") as file:
+            for record in records:
+                file.write(as_jsonl([record]))
+                count += 1
+        sync(part)
+        part.replace(piece)
+        sync(self._folder)
+        return count
 
     def finish(self, num_pieces: int) -> None:
         """Make the file of all pieces, in their order, and remove them.
 
         Raises:
-            DataError: Records of different pieces do not fit into one table.
+            DataError: The records do not fit into one table.
         """
         pieces = [self._piece(number) for number in range(num_pieces)]
         part = self._folder / f"whole{self.path.suffix}"
@@ -87,7 +109,7 @@ class PiecewiseFile:
                     with piece.open("rb") as content:
                         shutil.copyfileobj(content, file)
         else:
-            _join_tables(pieces, part)
+            self._write_table(pieces, part)
 
         # The content is on the disk before the name points to it.
         sync(part)
@@ -95,54 +117,78 @@ class PiecewiseFile:
         sync(self.path.parent)
         shutil.rmtree(self._folder)
 
+    def _write_table(self, pieces: Sequence[Path], path: Path) -> None:
+        import pyarrow as pa
+        import pyarrow.parquet
+
+        try:
+            # A field may be absent from some records, and hold other types in others.
+            schemas = [
+                table.schema for piece in pieces for table in _tables(piece, None)
+            ]
+            schema = pa.schema([])
+            if schemas:
+                schema = pa.unify_schemas(schemas, promote_options="permissive")
+            with pyarrow.parquet.ParquetWriter(path, schema) as writer:
+                for piece in pieces:
+                    for table in _tables(piece, schema):
+                        writer.write_table(table)
+        except pa.ArrowException as error:
+            raise DataError(
+                f"the records fit into no table ({error}); what is generated stays in"
+                f" {self._folder}",
+                fix=f"type the same command with {self._key}"
+                f" {self.path.with_suffix('.jsonl')}",
+                place=self.path,
+            ) from error
+
     def _piece(self, number: int) -> Path:
-        return self._folder / f"{number:06d}{self.path.suffix}"
+        return self._folder / f"{number:06d}.jsonl"
+
+    def _require_same(self, earlier: Mapping[str, object]) -> None:
+        """Raise ConfigError if the pieces are those of another request."""
+        both = {**earlier, **self._request}
+        different = [
+            f"{name} was {_short(earlier.get(name))} and is"
+            f" {_short(self._request.get(name))}"
+            for name in both
+            if earlier.get(name) != self._request.get(name)
+        ]
+        if not different:
+            return
+        rule = (
+            f"{self._folder} has responses of an earlier command, which would be mixed"
+            f" with those of this one: {'; '.join(different)}"
+        )
+        fix = "Go on with those settings, remove the folder, or name another file."
+        raise ConfigError([Problem(self._key, str(self.path), rule, fix)])
 
 
-def _join_tables(pieces: Sequence[Path], path: Path) -> None:
+def _short(value: object) -> str:
+    text = json.dumps(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def _tables(piece: Path, schema: pa.Schema | None) -> Iterator[pa.Table]:
+    """Yield the records of a piece as tables; none of a piece without records.
+
+    Args:
+        piece: The piece.
+        schema: The columns; None takes all that a record of the table has.
+    """
     import pyarrow as pa
-    import pyarrow.parquet
 
-    schemas: list[pa.Schema] = []
-    for piece in pieces:
-        schema = pyarrow.parquet.read_schema(piece)
-        # A piece without records has no columns.
-        if len(schema):
-            schemas.append(schema)
-
-    try:
-        schema = pa.unify_schemas(schemas, promote_options="permissive")
-        with pyarrow.parquet.ParquetWriter(path, schema) as writer:
-            for piece in pieces:
-                table = pyarrow.parquet.read_table(piece)
-                if table.num_rows:
-                    empty = schema.empty_table()
-                    options = {"promote_options": "permissive"}
-                    writer.write_table(pa.concat_tables([empty, table], **options))
-    except pa.ArrowException as error:
-        raise _not_tabular(path, error) from error
+    with piece.open("rb") as file:
+        while lines := file.readlines(_BYTES_AT_ONCE):
+            records = list(map(json.loads, lines))
+            if schema is None:
+                names = dict.fromkeys(name for record in records for name in record)
+                columns = {
+                    name: [record.get(name) for record in records] for name in names
+                }
+                yield pa.table(columns)
+            else:
+                yield pa.Table.from_pylist(records, schema=schema)
 
 
-def _not_tabular(path: Path, error: Exception) -> DataError:
-    return DataError(
-        f"the records fit into no table ({error})",
-        fix="let the name of the file end in .jsonl",
-        place=path,
-    )
-
-
-def _other_request(
-    key: str, folder: Path, earlier: Mapping[str, object], request: Mapping[str, object]
-) -> Problem:
-    """Return the problem of pieces that another request has left."""
-    different = [
-        name
-        for name in {**earlier, **request}
-        if earlier.get(name) != request.get(name)
-    ]
-    rule = (
-        f"{folder} has responses of an earlier command with other settings"
-        f" ({', '.join(different)}), which would be mixed with those of this one"
-    )
-    fix = "Go on with those settings, remove the folder, or name another file."
-    return Problem(key, str(folder.with_suffix("")), rule, fix)
+_BYTES_AT_ONCE = 16 * 2**20

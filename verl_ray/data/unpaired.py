@@ -6,7 +6,7 @@ ends with the token that ends a generation. Every response of a batch weighs the
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -66,14 +66,29 @@ class UnpairedSource(RowSource[UnpairedRecord, TrainingBatch]):
         super().__init__(
             data_sets, config, seed, most_records=most_records, may_stream=may_stream
         )
+        self._labels: set[bool] = set()
+        self._first_epoch = self.epoch
 
     def next_batch(self, count: int) -> TrainingBatch:
         """Return the next `count` responses.
 
         `loss_weight` makes the loss the mean over the responses of the batch.
+
+        Raises:
+            DataError: A whole epoch of streamed responses had one label alone.
         """
         rows, _ = self._draw(count)
+        assert rows.desirable is not None, "the responses have labels"
+        self._labels |= set(rows.desirable.tolist())
+        # A resumed run begins within an epoch.
+        if len(self._labels) < 2 and self.epoch > self._first_epoch + 1:
+            _require_both_labels(rows)
         return _with_mean_weights(rows)
+
+    def load_state(self, state: Mapping[str, int | str]) -> None:
+        """Continue where `state` was taken."""
+        super().load_state(state)
+        self._first_epoch = self.epoch
 
     def all(self, limit: int | None = None) -> TrainingBatch:
         """Return the first `limit` responses in the order of the files.

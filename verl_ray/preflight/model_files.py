@@ -3,13 +3,14 @@
 These are the JSON files and the headers of the tensors. A model that the run will make
 has the same facts and size as it will have on disk.
 
-Invariant: no tensor is read, and torch is not needed. A missing or damaged file yields
-nothing, no parameters and no shape, rather than an error.
+Invariant: no tensor is read but for a digest, and torch is not needed. A missing or
+damaged file yields nothing, no parameters and no shape, rather than an error.
 """
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import math
 import re
@@ -43,6 +44,27 @@ from verl_ray.settings.config_json import (
 
 if TYPE_CHECKING:
     from verl_ray.models.role_model import HeadKind
+
+
+_ENDS_BYTES = 2**20
+"""Bytes of either end of a file of weights that its digest reads."""
+
+
+def digest_of_weights(folder: str) -> str:
+    """Return a digest of the files of a model's weights.
+
+    It is of their names and sizes, and of the first and the last MiB of each: weights
+    that were trained differ everywhere.
+    """
+    digest = hashlib.blake2b(digest_size=8)
+    for path in sorted(Path(folder).glob("*.safetensors")):
+        size = path.stat().st_size
+        digest.update(f"{path.name} {size} ".encode())
+        with path.open("rb") as file:
+            digest.update(file.read(_ENDS_BYTES))
+            file.seek(max(0, size - _ENDS_BYTES))
+            digest.update(file.read(_ENDS_BYTES))
+    return digest.hexdigest()
 
 
 def made_vocabulary(preparation: PrepareConfig) -> int:

@@ -176,7 +176,7 @@ SCORE = "critic/score/mean"
 ENTROPY = "actor/entropy_per_token"
 RESPONSE_LENGTH = "response_length/mean"
 TEACHER_KL = "distill/kl"
-CHOSEN_REWARD = "rewards/chosen"
+CHOSEN_LOG_PROB = "logps/chosen"
 
 COLLAPSED = 0.5
 EXHAUSTED = 0.1
@@ -185,8 +185,8 @@ CERTAIN = 0.01
 SOLVED = 0.9
 FAR_FROM_REFERENCE = 1.0
 FARTHER = 1.5
-CHOSEN_LOST = -0.5
-"""An implicit reward; with beta = 0.1, a response that is e^5 times less probable."""
+CHOSEN_LOST = 5.0
+"""In nats: the response is e^5 = 150 times less probable."""
 LARGE_UPDATE = 0.1
 DOUBLED = 2.0
 OFTEN_CUT = 0.3
@@ -253,12 +253,20 @@ def _teacher_left(run: RunLines) -> Iterator[Evidence | None]:
 
 
 def _chosen_falls(run: RunLines) -> Iterator[Evidence | None]:
-    rewards = run.series(CHOSEN_REWARD).medians(WINDOW)
+    # This one makes bad responses less probable, and worse ones even less.
+    if run.at("task") != "dpo" or run.at("preference.loss") == "apo_down":
+        return
+    log_probs = run.series(CHOSEN_LOG_PROB)
+    medians = log_probs.medians(WINDOW)
     margins = run.series("rewards/margins").medians(WINDOW)
-    # Both are of the same steps, but for those of one label alone.
-    if len(rewards) == len(margins):
-        holds = (rewards.values < CHOSEN_LOST) & (margins.values > 0)
-        yield evidence_where(rewards, holds, CHOSEN_REWARD, CHOSEN_LOST, below=True)
+    if not len(medians) or not len(margins):
+        return
+    first = float(max(log_probs.values[0], medians.values[0]))
+    threshold = first - max(CHOSEN_LOST, NOISE * log_probs.noise)
+    # A step whose responses all have one label has no margin.
+    margin = np.interp(medians.steps, margins.steps, margins.values)
+    holds = (medians.values < threshold) & (margin > 0)
+    yield evidence_where(medians, holds, CHOSEN_LOG_PROB, threshold, below=True)
 
 
 def _lengths_exploding(run: RunLines) -> Iterator[Evidence | None]:
@@ -551,12 +559,14 @@ RULES = (
     ),
     Rule(
         "chosen_falls",
-        "warning",
+        "note",
         "Chosen responses become less probable",
-        f"`{CHOSEN_REWARD}` is below {CHOSEN_LOST:g}, and `rewards/margins` above 0",
+        f"`{CHOSEN_LOG_PROB}` fell by more than {CHOSEN_LOST:g} nats and"
+        f" {NOISE:g} times its noise, and `rewards/margins` is above 0",
         "a margin also grows where both responses of a pair fall, one faster; what they"
         " lose goes to responses that nobody has compared (arXiv:2410.08847)",
-        "Set {preference.rpo_alpha}, or lower {actor.optimizer.lr}",
+        "Lower {actor.optimizer.lr}; with a loss of pairs, {preference.rpo_alpha} holds"
+        " them up",
         _chosen_falls,
     ),
     Rule(

@@ -118,6 +118,14 @@ CASES = [
     ),
     Case(
         "divergence_of_a_file_is_read",
+        f"{' '.join(INPUTS)} sft.divergence=forward data.special_tokens=escape",
+        "data.special_tokens",
+        "learns tokens as they were sampled",
+        "Leave it out",
+        "sft",
+    ),
+    Case(
+        "divergence_of_a_file_is_read",
         f"{' '.join(INPUTS)} sft.top_k=4",
         "sft.top_k",
         "sft.divergence=null does not use it",

@@ -13,14 +13,15 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from controllers.command_line import main
-from controllers.commands.generate import best_and_worst
+from controllers.commands.generate import best_and_worst, content_of_reward
 from controllers.system.plan import resolve_on
 from scripts.configuration import compose
 from tests.controllers.grader import ones
 from tests.controllers.runs import SHAPE, Inputs, command_here
 from verl_ray.cluster.session import Session
+from verl_ray.data.files import read_rows, without_added_nulls
 from verl_ray.data.piecewise import PiecewiseFile
-from verl_ray.errors import ConfigError
+from verl_ray.errors import ConfigError, DataError
 from verl_ray.preflight.data_files import examine_data
 from verl_ray.tracking.jsonl import read_metrics
 
@@ -92,7 +93,7 @@ def test_responses_and_pairs_of_them_become_data_files(
     first = generate(cluster, inputs, pairs, *keep, code=1)
     assert "the service is away" in first and not pairs.exists()
     other = generate(cluster, inputs, pairs, *keep, "run.seed=7", code=2)
-    assert "with other settings (run_seed)" in other
+    assert "run.seed was 0 and is 7" in other
 
     function.with_suffix(".fixed").touch()
     second = generate(cluster, inputs, pairs, *keep)
@@ -150,28 +151,74 @@ def test_the_best_and_the_worst_of_a_group_have_scores() -> None:
     assert best.tolist() == [1, -1, 6] and worst.tolist() == [0, -1, 6]
 
 
+WHOLE = [{"a": 0, "b": [0.5], "c": {"x": 1}}, {"a": 1, "d": "late"}]
+
+
 @pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
 def test_a_file_goes_on_with_the_pieces_that_are_there(
     tmp_path: Path, suffix: str
 ) -> None:
     path = tmp_path / f"file{suffix}"
-    PiecewiseFile(path, {"seed": 0}, "--output").write(1, [{"a": 1, "b": None}])
+    with PiecewiseFile(path, {"seed": 0}, "--output") as file:
+        assert file.write(1, WHOLE[1:]) == 1
+        with (
+            pytest.raises(ConfigError, match="another process writes"),
+            PiecewiseFile(path, {"seed": 0}, "--output"),
+        ):
+            pass
 
-    with pytest.raises(ConfigError, match=r"other settings \(seed\)"):
-        PiecewiseFile(path, {"seed": 1}, "--output")
-    again = PiecewiseFile(path, {"seed": 0}, "--output")
-    assert [number in again for number in range(3)] == [False, True, False]
-    again.write(0, [{"a": 0, "b": [0.5]}])
-    again.write(2, [])
-    assert not path.exists()
-    again.finish(3)
+    with (
+        pytest.raises(ConfigError, match="seed was 0 and is 1"),
+        PiecewiseFile(path, {"seed": 1}, "--output"),
+    ):
+        pass
+    with PiecewiseFile(path, {"seed": 0}, "--output") as again:
+        assert [number in again for number in range(3)] == [False, True, False]
+        again.write(0, WHOLE[:1])
+        again.write(2, [])
+        assert not path.exists()
+        again.finish(3)
     assert [each.name for each in tmp_path.iterdir()] == [path.name]
+    # What some records lack is lost in neither format.
+    read = [without_added_nulls(fields) for _, fields in read_rows(path)]
+    assert [{k: v for k, v in each.items() if v is not None} for each in read] == WHOLE
 
-    whole = [{"a": 0, "b": [0.5]}, {"a": 1, "b": None}]
-    if suffix == ".jsonl":
-        assert records(path) == whole
-    else:
-        assert pyarrow.parquet.read_table(path).to_pylist() == whole
+
+def test_what_fits_into_no_table_stays_for_another_format(tmp_path: Path) -> None:
+    records = [{"a": 1}], [{"a": [{}]}]
+    with PiecewiseFile(tmp_path / "file.parquet", {}, "--output") as file:
+        for number, piece in enumerate(records):
+            file.write(number, piece)
+        with pytest.raises(DataError, match=r"same command with --output .*file.jsonl"):
+            file.finish(2)
+    with PiecewiseFile(tmp_path / "file.jsonl", {}, "--output") as file:
+        assert 0 in file and 1 in file
+        file.finish(2)
+    written = [fields for _, fields in read_rows(tmp_path / "file.jsonl")]
+    assert written == [{"a": 1}, {"a": [{}]}]
+
+
+def test_a_file_without_records_is_a_file(tmp_path: Path) -> None:
+    path = tmp_path / "file.parquet"
+    with PiecewiseFile(path, {}, "--output") as file:
+        file.write(0, [])
+        file.finish(1)
+    assert pyarrow.parquet.read_table(path).num_rows == 0
+
+
+def test_what_decides_scores_is_known(inputs: Inputs, tmp_path: Path) -> None:
+    """A grader that is corrected scores anew; more time for it changes nothing."""
+    function = tmp_path / "own.py"
+
+    def content(text: str, *changes: str) -> object:
+        function.write_text(text)
+        own = f"reward.functions.default={function}:one"
+        return content_of_reward(inputs.config("grpo", tmp_path, own, *changes))
+
+    first = content("def one(response, answer): return 1")
+    limits = ("reward.deadline_s=77", "reward.max_failed_fraction=0.9")
+    assert content("def one(response, answer): return 1", *limits) == first
+    assert content("def one(response, answer): return 2") != first
 
 
 @pytest.mark.parametrize(
@@ -183,11 +230,21 @@ def test_a_file_goes_on_with_the_pieces_that_are_there(
             ["--output", "a.jsonl", "--top-logprobs", "4", "--keep", "pairs"],
             ["--top-logprobs", "a distillation reads single responses"],
         ),
-        (["--output", "a.jsonl", "-m", "run.seed=1,2"], ["--multirun", "one file"]),
+        (["--output", "a.jsonl", "-m", "run.seed=1,2"], ["-m", "no such option"]),
         (
             ["--output", "a.jsonl", "data.validation_path=b"],
             ["data.validation_path", "Use data.train_path"],
         ),
+        (
+            ["--output", "a.jsonl", "evaluation.functions={default: exact_match}"],
+            ["evaluation.functions", "Use reward.functions"],
+        ),
+        (
+            ["--output", "a.jsonl", "--ungraded", "reward.functions.default=gsm8k"],
+            ["reward.functions.default", "--ungraded scores nothing"],
+        ),
+        (["--output", "a.jsonl", "--min-score", "nan"], ["--min-score", "a number"]),
+        (["--output", "a.jsonl", "--n", "0"], ["--n", "Use at least 1"]),
         (["--output", "a.jsonl"], ["data.train_path", "there is no such file"]),
     ],
 )
