@@ -123,6 +123,13 @@ def either(names: Iterable[object]) -> str:
     return f"{', '.join(others)} or {last}"
 
 
+def first_of(names: Sequence[str]) -> str:
+    """Return the first of some names, and the number of the others."""
+    others = len(names) - 1
+    more = f" and {others} more" if others else ""
+    return f"{names[0]!r}{more}"
+
+
 def nearest_divisors(number: int, near: int) -> list[int]:
     """Return the divisors of `number` on either side of `near`, ascending.
 

@@ -71,37 +71,42 @@ class ActorWorker(ModelWorker):
     def ask_teacher(
         self,
         rows: Rollouts,
-        service: TeacherService,
+        services: Mapping[str, TeacherService],
         top: TopTokens | None,
         context: TeacherContext | None,
     ) -> LogProbs:
-        """Return the log-probabilities that a server gives to the response tokens.
+        """Return the log-probabilities that servers give to the response tokens.
 
         Args:
-            service: The server of the teacher.
+            services: The servers of the teacher by their keys; the data source of a row
+                decides which is asked.
             top: Which of the most probable tokens are asked for; None = none.
             context: The prompts that a teacher reads; None = those of the policy.
 
         Raises:
-            ModelServiceError: It gives none.
+            ConfigError: A data source has no server.
+            ModelServiceError: A server gives none.
         """
         # One of the peers that compute the same rows asks for all of them.
         if not self.topology.returns_results:
             return no_log_probs(rows, top)
         read = rows if context is None else context.rows(rows)
-        log_probs = RemoteTeacher(service).log_probs(read, top)
+        sources = rows.data_source.texts()
+        log_probs = RemoteTeacher(services).log_probs(read, sources, top)
         if context is None:
             return log_probs
         return behind_own_prompts(log_probs, read, rows)
 
-    def require_teacher(self, service: TeacherService, needs: ServerNeeds) -> None:
-        """Check that this rank reaches the server of a teacher that fits the run.
+    def require_teacher(
+        self, services: Mapping[str, TeacherService], needs: ServerNeeds
+    ) -> None:
+        """Check that this rank reaches servers of a teacher that fit the run.
 
         Raises:
             ConfigError: It does not.
         """
         if self.topology.returns_results:
-            RemoteTeacher(service).require(needs)
+            RemoteTeacher(services).require(needs)
 
     def compute_divergence(
         self,

@@ -60,7 +60,7 @@ from verl_ray.preflight.tables import (
     role_table,
     source_lines,
 )
-from verl_ray.preflight.teacher_trial import try_teacher_prompt
+from verl_ray.preflight.teacher_trial import records_of_servers, try_teacher_prompt
 from verl_ray.preflight.trials import Trials
 from verl_ray.settings.function_specs import in_words
 
@@ -76,7 +76,8 @@ class TrialResults:
         rewards: The trials of the reward functions; empty without data.
         components: The trials of the components of a mixed reward.
         environments: The trials of the environments of episodes.
-        teacher: The trial of the function that writes a teacher's prompts.
+        teacher: The servers of data sources, and the trial of the function that writes
+            a teacher's prompts.
         functions: The trials of the user's functions of `algorithm` or `preference`.
     """
 
@@ -154,7 +155,8 @@ class SeenData:
                 results = replace(results, rewards=rewards)
                 if not rewards.problems and not evaluates:
                     components = try_components(config, data.files)
-                    teacher = try_teacher_prompt(config, data.files)
+                    teacher = records_of_servers(config, data.files)
+                    teacher += try_teacher_prompt(config, data.files)
                     results = replace(results, components=components, teacher=teacher)
                 if isinstance(config, RLConfig) and config.episodes is not None:
                     environments = try_environments(config, data.files)

@@ -395,8 +395,8 @@ def _unknown_key(override: Override, composed: _ComposedTree) -> Problem:
 def _inside_null(override: Override, section: str) -> Problem:
     rule = f"this setting would be ignored: {section} is null"
     fix = f"Leave it out, or give all of {section}."
-    if TABLES.fullmatch(section):
-        name = _key(override).removeprefix(f"{section}.")
+    name = _key(override).removeprefix(f"{section}.")
+    if TABLES.fullmatch(section) and "." not in name:
         value = override.get_value_element_as_str()
         typed = for_shell([f"{section}={{{name}: {value}}}"])
         fix = f"Write {typed}."

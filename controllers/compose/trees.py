@@ -20,7 +20,7 @@ from verl_ray.errors import ConfigError, Problem
 
 TABLES = re.compile(
     r"(reward(\.components\.\w+)?|evaluation)\.functions|reward\.weights"
-    r"|agent\.(environments|models|ends)"
+    r"|agent\.(environments|models|ends)|distill\.teacher"
     r"|data\.(columns|train_path|validation_path)"
 )
 """Sections that are one value: a function for `default` alone serves all sources."""

@@ -130,21 +130,21 @@ class Learner:
         self._step = 0
 
     def require_teacher(self, tokenizer: PreTrainedTokenizerBase) -> None:
-        """Check that each rank of the actor reaches the server of a teacher, if any.
+        """Check that each rank of the actor reaches the servers of a teacher, if any.
 
         Args:
             tokenizer: The tokenizer of the actor.
 
         Raises:
-            ConfigError: There is none, or it does not fit the run.
+            ConfigError: One is not there, or does not fit the run.
         """
         distill = self.config.distill
-        if distill is None or distill.service is None or not self.system.learns:
+        if distill is None or not distill.services or not self.system.learns:
             return
         text, tokens = tokens_to_compare(tokenizer)
         needs = ServerNeeds(text, tokens, self._top, self.config.longest_row[0])
         call = self.system.actor.broadcast(
-            ActorWorker.require_teacher, distill.service, needs
+            ActorWorker.require_teacher, distill.services, needs
         )
         with phase("asking the teacher's server"):
             self._wait([call])
@@ -202,9 +202,9 @@ class Learner:
         config, distill = self.config, self.config.distill
         temperature, top, context = config.rollout.temperature, self._top, self._context
         actor, reference = self.system.actor, self.system.reference
-        if distill is not None and distill.service is not None:
+        if distill is not None and distill.services:
             method = ActorWorker.ask_teacher
-            return actor.scatter(method, rollouts, distill.service, top, context)
+            return actor.scatter(method, rollouts, distill.services, top, context)
         if reference is not None:
             # A lost reference may start again beside the others, which go on.
             return self.system.restarts.call(

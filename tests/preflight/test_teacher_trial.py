@@ -1,4 +1,7 @@
-"""The function of a teacher's prompts on the first record, in a real process."""
+"""The servers of data sources, and a teacher's prompts on the first record.
+
+The function that writes these runs in a real process.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ from scripts.configuration import compose
 from tests.preflight.configs import settled
 from tests.preflight.test_data_files import tokenizer, write
 from verl_ray.preflight.data_files import examine_data
-from verl_ray.preflight.teacher_trial import try_teacher_prompt
+from verl_ray.preflight.teacher_trial import records_of_servers, try_teacher_prompt
 from verl_ray.preflight.trials import Trials
 
 __all__ = ["tokenizer"]
@@ -25,6 +28,42 @@ def broken(request):
 def number(request):
     return 7
 """
+
+
+def test_each_data_source_has_a_server_before_the_run(
+    tokenizer: Path, tmp_path: Path
+) -> None:
+    sources = "gsm8k", "math", "gsm8k"
+    records = [{"prompt": "1", "answer": "2", "data_source": each} for each in sources]
+    inputs = [
+        f"model.path={tokenizer}", f"data.train_path={write(tmp_path, records)}",
+        "data.validation_path=null", "run.evaluate_every=0",
+    ]  # fmt: skip
+
+    def counted(*servers: str) -> Trials:
+        table = ", ".join(f"{name}: {{url: http://{name}/v1}}" for name in servers)
+        teacher = f"distill.teacher={{{table}}}"
+        config = settled(compose("distill", [*inputs, teacher]))
+        return records_of_servers(config, examine_data(config).files)
+
+    served = counted("gsm8k", "aime", "default")
+    assert not served.problems
+    assert served.lines == [
+        "distill.teacher.gsm8k=http://gsm8k/v1 is asked about 2 of 3 records, of data"
+        " source 'gsm8k'",
+        "distill.teacher.default=http://default/v1 is asked about 1 of 3 records, of data"
+        " source 'math'",
+    ]
+    assert served.warnings == [
+        "distill.teacher.aime=http://aime/v1 is asked about no record of data.train_path"
+    ]
+
+    (problem,) = counted("gsm8k").problems
+    assert problem.key == "distill.teacher"
+    assert problem.rule == "there is no server for data source 'math'"
+    assert problem.fix.startswith(
+        "Set distill.teacher.math, or distill.teacher.default"
+    )
 
 
 @pytest.mark.processes

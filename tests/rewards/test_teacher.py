@@ -1,4 +1,4 @@
-"""A teacher behind a server: what it says of rows, and what is refused of its replies.
+"""A teacher behind servers: what it says of rows, and what is refused of its replies.
 
 A real vLLM server is asked in tests/controllers/trainers/test_distill.py.
 """
@@ -6,6 +6,7 @@ A real vLLM server is asked in tests/controllers/trainers/test_distill.py.
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -15,7 +16,7 @@ import pytest
 from tests.agents.chat_server import Answer, ChatServer, chat_server
 from verl_ray.columns.batch import offsets_of
 from verl_ray.columns.stages import Rows
-from verl_ray.config.distill import TeacherService
+from verl_ray.config.distill import TEACHER_KEY, TeacherService
 from verl_ray.errors import ConfigError, ModelServiceError
 from verl_ray.ops.outputs import TopTokens
 from verl_ray.rewards.teacher import RemoteTeacher, ServerNeeds
@@ -60,14 +61,15 @@ def rows_of(*rows: list[int]) -> Rows:
 
 
 def teacher(server: ChatServer, **changes: Any) -> RemoteTeacher:
-    return RemoteTeacher(TeacherService(url=server.url, **changes))
+    return RemoteTeacher({TEACHER_KEY: TeacherService(url=server.url, **changes)})
 
 
 def test_each_token_has_its_log_prob_and_the_best_of_the_vocabulary(
     server: ChatServer,
 ) -> None:
     """Token 12 is behind the student's vocabulary, and no candidate."""
-    found = teacher(server, model="big").log_probs(rows_of([1, 7, 3], [2, 8]), TOP)
+    rows, sources = rows_of([1, 7, 3], [2, 8]), ["sums", "words"]
+    found = teacher(server, model="big").log_probs(rows, sources, TOP)
     assert found.log_probs.tolist() == [0, -7, -3, 0, -8]
     assert found.top_tokens is not None and found.top_log_probs is not None
     learned = [1, 2, 4]
@@ -82,7 +84,7 @@ def test_each_token_has_its_log_prob_and_the_best_of_the_vocabulary(
 
 
 def test_a_place_may_have_fewer_candidates(server: ChatServer) -> None:
-    found = teacher(server).log_probs(rows_of([1, 3]), TopTokens(2, 4))
+    found = teacher(server).log_probs(rows_of([1, 3]), ["sums"], TopTokens(2, 4))
     assert found.top_log_probs is not None
     assert found.top_log_probs[1].tolist() == [-3, -math.inf]
 
@@ -90,7 +92,7 @@ def test_a_place_may_have_fewer_candidates(server: ChatServer) -> None:
 def test_a_row_that_is_not_learned_from_is_not_asked_about(server: ChatServer) -> None:
     rows = rows_of([1, 7, 3], [2, 8])
     rows = rows.replace(response_mask=rows.response_mask & (rows.row_of_token == 1))
-    found = teacher(server).log_probs(rows, None)
+    found = teacher(server).log_probs(rows, ["sums", "sums"], None)
     assert found.top_tokens is None
     assert found.log_probs.tolist() == [0, 0, 0, 0, -8]
     assert [call["prompt"] for call in server.calls] == [[2, 8]]
@@ -114,14 +116,58 @@ def test_a_reply_without_log_probs_ends_the_call(
 ) -> None:
     server.behave = lambda _: answer
     with pytest.raises(ModelServiceError, match=words):
-        teacher(server).log_probs(rows_of([1, 7]), TOP)
+        teacher(server).log_probs(rows_of([1, 7]), ["sums"], TOP)
 
 
 def test_a_server_that_is_away_is_waited_for_and_named(server: ChatServer) -> None:
     server.behave = lambda _: (503, {"error": "loading"})
     asking = teacher(server, max_outage_s=0.5)
     with pytest.raises(ModelServiceError, match=r"distill\.teacher\.max_outage_s"):
-        asking.log_probs(rows_of([1, 7]), TOP)
+        asking.log_probs(rows_of([1, 7]), ["sums"], TOP)
+
+
+def test_each_data_source_has_its_own_server(server: ChatServer) -> None:
+    """The other server knows token 8 alone; both answer once all rows were sent."""
+    all_are_sent = threading.Barrier(3, timeout=20)
+
+    def scored_together(call: dict[str, Any]) -> Answer:
+        all_are_sent.wait()
+        return scored(call)
+
+    def other_scores(call: dict[str, Any]) -> Answer:
+        all_are_sent.wait()
+        place = {"8": entry(1, -0.5)}
+        return 200, {"choices": [{"prompt_logprobs": [None, *[place] * 2]}]}
+
+    rows, sources = rows_of([1, 8], [2, 8, 8], [3, 8]), ["words", "sums", "letters"]
+    with chat_server() as other:
+        table = {"sums": server, "default": other}
+        services = {
+            f"{TEACHER_KEY}.{source}": TeacherService(url=each.url, max_outage_s=5)
+            for source, each in table.items()
+        }
+        asking = RemoteTeacher(services)
+        server.behave, other.behave = scored_together, other_scores
+        found = asking.log_probs(rows, sources, TOP)
+        assert found.log_probs.tolist() == [0, -0.5, 0, -8, -8, 0, -0.5]
+        assert found.top_tokens is not None
+        assert found.top_tokens[[1, 3, 6]].tolist() == [[8, 0], [3, 5], [8, 0]]
+
+        server.behave, other.behave = scored, lambda _: (404, {"error": "no"})
+        words = rf"distill\.teacher\.default: POST {other.url}/completions: .*404"
+        with pytest.raises(ModelServiceError, match=words):
+            asking.log_probs(rows, sources, TOP)
+        server.behave = other.behave
+        with pytest.raises(ConfigError) as refusal:
+            asking.require(ServerNeeds("abc", [97, 98, 99], TOP, 8))
+        keys = [f"{TEACHER_KEY}.{source}.url" for source in table]
+        assert [problem.key for problem in refusal.value.problems] == keys
+
+        del services[f"{TEACHER_KEY}.default"]
+        with pytest.raises(
+            ConfigError, match="no server for data source 'words' and 1 more"
+        ):
+            RemoteTeacher(services).log_probs(rows, sources, TOP)
 
 
 def test_a_server_that_does_not_fit_is_refused_before_the_run(

@@ -1,14 +1,14 @@
 """Distillation: what a policy learns from a teacher.
 
-The teacher is the reference role, or a server.
+The teacher is the reference role, a server, or several by data source.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterable, Iterator
 from typing import Annotated, Literal
 
-from pydantic import create_model
+from pydantic import Discriminator, Tag, create_model
 
 from verl_ray.algorithms.declaration import fields_of_settings
 from verl_ray.algorithms.distillation import (
@@ -18,7 +18,8 @@ from verl_ray.algorithms.distillation import (
     TeacherDivergence,
 )
 from verl_ray.config.algorithm import FUNCTION_AS_TEXT, own_function_alone
-from verl_ray.errors import Problem
+from verl_ray.errors import ConfigError, Problem
+from verl_ray.settings.function_specs import DEFAULT
 from verl_ray.settings.section import (
     OneOf,
     OverriddenKeys,
@@ -26,7 +27,7 @@ from verl_ray.settings.section import (
     PositiveFloat,
     Section,
 )
-from verl_ray.suggest import either
+from verl_ray.suggest import either, first_of
 
 DivergenceName = Annotated[str, OneOf(DIVERGENCES)]
 _OVER_CANDIDATES = {
@@ -36,6 +37,8 @@ DivergenceOverCandidates = Annotated[str, OneOf(_OVER_CANDIDATES)]
 TeacherPromptName = Annotated[
     str, own_function_alone(TEACHER_PROMPTS), *FUNCTION_AS_TEXT
 ]
+
+TEACHER_KEY = "distill.teacher"
 
 _FIELDS = fields_of_settings(DECLARED_SETTINGS, "divergence")
 _ReadByDivergences = create_model("_ReadByDivergences", __base__=Section, **_FIELDS)
@@ -86,13 +89,35 @@ class TeacherService(Section):
     """Requests in flight at the same time, of each rank of the actor."""
 
 
+_NAME, _SERVER, _TABLE = "a name", "a server", "servers by data source"
+
+
+def _form(value: object) -> str:
+    """Return which form of `distill.teacher` is meant, so that its errors are told."""
+    if isinstance(value, str) and "/" not in value:
+        return _NAME
+    if not isinstance(value, dict):
+        return _SERVER
+    has_servers = any(isinstance(each, dict | Section) for each in value.values())
+    return _TABLE if has_servers else _SERVER
+
+
 class DistillConfig(_ReadByDivergences):
     """How the actor learns from a teacher."""
 
-    teacher: Literal["actor"] | TeacherService | None
+    teacher: (
+        Annotated[
+            Annotated[Literal["actor"], Tag(_NAME)]
+            | Annotated[TeacherService, Tag(_SERVER)]
+            | Annotated[dict[str, TeacherService], Tag(_TABLE)],
+            Discriminator(_form),
+        ]
+        | None
+    )
     """Who teaches: null = the reference role; actor = the policy itself, as it is
     before the step; or a vLLM server, a table of url, model, token_env, timeout_s,
-    max_outage_s and concurrency."""
+    max_outage_s and concurrency. A table from data source to server has one for each;
+    `default` serves the other data sources."""
     teacher_prompt: TeacherPromptName | None
     """Function of your own that writes the prompt which the teacher reads before the
     response, with the solution for example: path/to/file.py:function, or a table of it
@@ -116,14 +141,54 @@ class DistillConfig(_ReadByDivergences):
         return DIVERGENCES[self.divergence]
 
     @property
-    def service(self) -> TeacherService | None:
-        """The server of the teacher; None if it has none."""
-        return self.teacher if isinstance(self.teacher, TeacherService) else None
+    def services(self) -> dict[str, TeacherService]:
+        """The servers of the teacher by their keys; empty if it has none.
+
+        A key is distill.teacher, or distill.teacher.SOURCE in a table.
+        """
+        if isinstance(self.teacher, dict):
+            by_source = self.teacher.items()
+            return {f"{TEACHER_KEY}.{source}": each for source, each in by_source}
+        if isinstance(self.teacher, TeacherService):
+            return {TEACHER_KEY: self.teacher}
+        return {}
 
     @property
     def num_top(self) -> int:
         """How many of the teacher's most probable tokens are compared; 0 for none."""
         return 0 if self.declared.function is None else self.top_k
+
+
+def keys_of_servers(
+    services: Collection[str], sources: Iterable[str]
+) -> dict[str, str]:
+    """Return the key of the server of each data source.
+
+    Args:
+        services: The keys of `DistillConfig.services`.
+        sources: The data sources of some rows.
+
+    Raises:
+        ConfigError: There is no server for one of them.
+    """
+    keys: dict[str, str] = {}
+    unserved: list[str] = []
+    for source in dict.fromkeys(sources):
+        # A server that is no entry of a table serves all data sources.
+        choices = f"{TEACHER_KEY}.{source}", f"{TEACHER_KEY}.{DEFAULT}", TEACHER_KEY
+        key = next((each for each in choices if each in services), None)
+        if key is None:
+            unserved.append(source)
+        else:
+            keys[source] = key
+
+    if unserved:
+        known = [key.removeprefix(f"{TEACHER_KEY}.") for key in services]
+        rule = f"there is no server for data source {first_of(unserved)}"
+        key = f"{TEACHER_KEY}.{unserved[0]}"
+        fix = f"Set {key}, or {TEACHER_KEY}.{DEFAULT} for all others."
+        raise ConfigError([Problem(TEACHER_KEY, known, rule, fix)])
+    return keys
 
 
 # -------------------------------------------------------------------------------- rules

@@ -138,8 +138,11 @@ def _sections(annotation: Any) -> Iterator[type[BaseModel]]:
 
 # ------------------------------------------------------------------- problems of fields
 
-# The names of these sections are the user's own, so no field is declared for them.
-_NAMED_SECTIONS = re.compile(r"^(reward\.components|agent\.models)\.[^.]+")
+# The names of these sections are the user's own, so no field is declared for them. A
+# teacher may also be a section by itself.
+_NAMED_SECTIONS = re.compile(
+    r"^(reward\.components|agent\.models|distill\.teacher(?=\.[^.]+\.))\.[^.]+"
+)
 
 _ITEM_NUMBER = re.compile(r"\.\d+(?=\.)")
 

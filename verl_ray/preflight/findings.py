@@ -218,11 +218,10 @@ def _service_problems(
 
 
 def _teacher_problems(config: Config, machine: Machine | None) -> Iterator[Problem]:
-    """Yield a problem with the address or the token of a teacher's server."""
+    """Yield problems with the addresses and the tokens of a teacher's servers."""
     if isinstance(config, RLConfig) and config.distill is not None:
-        service = config.distill.service
-        if service is not None:
-            yield from _service_problems("distill.teacher", service, machine)
+        for key, service in config.distill.services.items():
+            yield from _service_problems(key, service, machine)
 
 
 def _environment_problems(config: Config, machine: Machine | None) -> Iterator[Problem]:

@@ -39,6 +39,7 @@ from verl_ray.rewards.health import Score, ScoreHealth
 from verl_ray.rewards.request import ScoreRequest
 from verl_ray.rewards.signatures import LACKS
 from verl_ray.settings.function_specs import DEFAULT
+from verl_ray.suggest import first_of
 from verl_ray.user_files import last_cause
 
 LONGEST_S = 30.0
@@ -161,7 +162,7 @@ def _unserved(
     """Yield a problem if there are data sources without a function."""
     unserved = [source for source in requests if source not in functions]
     if "default" not in functions and unserved:
-        rule = f"there is no function for data source {_listed(unserved)}"
+        rule = f"there is no function for data source {first_of(unserved)}"
         fix = f"Set {section}.{unserved[0]}, or {section}.default for all others."
         yield Problem(section, dict(functions), rule, fix)
 
@@ -290,13 +291,6 @@ def _warnings(trials: Sequence[Trial]) -> Iterator[str]:
 
     for (key, function, value), names in sources.items():
         yield (
-            f"{key}={function} gives the own answer of a record of {_listed(names)} and"
-            f" an empty response the same score, {value:g}"
+            f"{key}={function} gives the own answer of a record of {first_of(names)}"
+            f" and an empty response the same score, {value:g}"
         )
-
-
-def _listed(sources: Sequence[str]) -> str:
-    """Return the first of some data sources, and the number of the others."""
-    others = len(sources) - 1
-    more = f" and {others} more" if others else ""
-    return f"{sources[0]!r}{more}"

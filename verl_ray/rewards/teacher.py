@@ -1,4 +1,4 @@
-"""A teacher behind a vLLM server: log-probs of rows, token by token.
+"""A teacher behind vLLM servers: log-probs of rows, token by token.
 
 The request is one of OpenAI's completions with vLLM's `prompt_logprobs`: the tokens of
 a row are the prompt, and the reply has the log-probs of each, and those of the most
@@ -6,14 +6,14 @@ probable tokens in its place.
 
 Invariant: every response token has a log-prob, or the call fails and says why. A server
 that is away as a whole is waited for (`outage.py`). Of a reply only numbers of response
-tokens are kept.
+tokens are kept. All servers are asked at the same time, and errors name the key of one.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from verl_ray.columns.stages import Float32, Int32, LogProbs, Rows
-from verl_ray.config.distill import TeacherService
+from verl_ray.config.distill import TeacherService, keys_of_servers
 from verl_ray.errors import ConfigError, GraderOutage, ModelServiceError, Problem
 from verl_ray.ops.outputs import TopTokens
 from verl_ray.profiling.progress import advance
@@ -34,7 +34,6 @@ from verl_ray.rewards.client import (
     unparsed,
 )
 
-KEY = "distill.teacher"
 _ATTEMPTS = 4
 _BACKOFF_S = 0.5
 _MAX_REPLY_BYTES = 1 << 30
@@ -86,8 +85,74 @@ def _columns(num_tokens: int, top: TopTokens | None) -> dict[str, Any]:
 class RemoteTeacher:
     """The teacher of a run, asked by one process."""
 
-    def __init__(self, config: TeacherService) -> None:
-        """Take the address; nothing is sent yet."""
+    def __init__(self, services: Mapping[str, TeacherService]) -> None:
+        """Take the servers by their keys; nothing is sent yet."""
+        self._servers = {key: _Server(key, each) for key, each in services.items()}
+
+    def log_probs(
+        self, rows: Rows, sources: Sequence[str], top: TopTokens | None
+    ) -> LogProbs:
+        """Return the teacher's log-probs of the response tokens, at temperature 1.
+
+        Args:
+            rows: Whole token sequences.
+            sources: The data source of each row, which decides what server is asked.
+            top: Which of the most probable tokens are asked for; None = none.
+
+        Raises:
+            ConfigError: An address or a token cannot be used, or a data source has no
+                server.
+            ModelServiceError: A server is away for longer than the limit, refuses a
+                row, or a reply lacks a token.
+        """
+        keys = keys_of_servers(self._servers, sources)
+        numbers: dict[str, list[int]] = {}
+        for number in np.unique(rows.row_of_token[rows.response_mask]).tolist():
+            numbers.setdefault(keys[sources[number]], []).append(number)
+        places = asyncio.run(self._ask_all(rows, numbers, top))
+
+        # Rows without response tokens have no places.
+        columns = _columns(rows.num_tokens, top)
+        for name, values in columns.items():
+            if places:
+                parts = [getattr(places[number], name) for number in sorted(places)]
+                values[rows.response_mask] = np.concatenate(parts)
+        return LogProbs(offsets=rows.offsets, **columns)
+
+    def require(self, needs: ServerNeeds) -> None:
+        """Wait until the servers are there, and check that they fit a run.
+
+        Raises:
+            ConfigError: One is not there, or its model has another vocabulary or too
+                few positions, or it gives too few log-probs.
+        """
+        problems = asyncio.run(self._problems(needs))
+        if problems:
+            raise ConfigError(problems)
+
+    async def _ask_all(
+        self, rows: Rows, numbers: Mapping[str, Sequence[int]], top: TopTokens | None
+    ) -> dict[int, _Places]:
+        """Return what each server says of its rows, by their numbers."""
+        replies = await asyncio.gather(
+            *(
+                self._servers[key].ask_all(rows, own, top)
+                for key, own in numbers.items()
+            )
+        )
+        return {number: place for reply in replies for number, place in reply.items()}
+
+    async def _problems(self, needs: ServerNeeds) -> list[Problem]:
+        servers = self._servers.values()
+        problems = await asyncio.gather(*(each.problem(needs) for each in servers))
+        return [problem for problem in problems if problem is not None]
+
+
+class _Server:
+    """One of the servers of a teacher."""
+
+    def __init__(self, key: str, config: TeacherService) -> None:
+        self._key = key
         self._config = config
         self._limits = ServiceLimits(
             url=config.url,
@@ -105,42 +170,6 @@ class RemoteTeacher:
         # vLLM has it beside OpenAI's API.
         self._tokenize_address = f"{base.removesuffix('/v1')}/tokenize"
 
-    def log_probs(self, rows: Rows, top: TopTokens | None) -> LogProbs:
-        """Return the teacher's log-probs of the response tokens, at temperature 1.
-
-        Args:
-            rows: Whole token sequences.
-            top: Which of the most probable tokens are asked for; None = none.
-
-        Raises:
-            ConfigError: The address or the token cannot be used.
-            ModelServiceError: The server is away for longer than the limit, refuses a
-                row, or a reply lacks a token.
-        """
-        numbers = np.unique(rows.row_of_token[rows.response_mask]).tolist()
-        places = asyncio.run(self._ask_all(rows, numbers, top))
-
-        # Rows without response tokens have no places.
-        columns = _columns(rows.num_tokens, top)
-        for name, values in columns.items():
-            if places:
-                parts = [getattr(place, name) for place in places]
-                values[rows.response_mask] = np.concatenate(parts)
-        return LogProbs(offsets=rows.offsets, **columns)
-
-    def require(self, needs: ServerNeeds) -> None:
-        """Wait until the server is there, and check that it fits a run.
-
-        Raises:
-            ConfigError: It is not there, or its model has another vocabulary or too few
-                positions, or it gives too few log-probs.
-        """
-        problem = asyncio.run(self._problem(needs))
-        if problem is not None:
-            raise ConfigError([problem])
-
-    # ------------------------------------------------------------------------- requests
-
     def _body(self, **fields: object) -> bytes:
         named = {} if self._config.model is None else {"model": self._config.model}
         return json.dumps({**named, **fields}).encode()
@@ -152,12 +181,12 @@ class RemoteTeacher:
         )
 
     def _client(self, address: str, probe: bytes) -> ServiceClient:
-        return ServiceClient(self._limits, KEY, probe, address, _MAX_REPLY_BYTES)
+        return ServiceClient(self._limits, self._key, probe, address, _MAX_REPLY_BYTES)
 
-    async def _ask_all(
+    async def ask_all(
         self, rows: Rows, numbers: Sequence[int], top: TopTokens | None
-    ) -> list[_Places]:
-        """Return what the server says of each of these rows."""
+    ) -> dict[int, _Places]:
+        """Return what the server says of each of these rows, by its number."""
         client = self._client(self._address, self._request([0, 0], None))
         places = asyncio.Semaphore(self._config.concurrency)
 
@@ -170,19 +199,20 @@ class RemoteTeacher:
                 reply = await client.ask(self._request(tokens, top), read)
             advance(1, "rows")
             if isinstance(reply, RequestFailure):
-                raise ModelServiceError(f"{KEY}: POST {self._address}: {reply.detail}")
+                words = f"{self._key}: POST {self._address}: {reply.detail}"
+                raise ModelServiceError(words)
             return reply
 
         try:
             async with asyncio.TaskGroup() as group:
-                tasks = [group.create_task(ask(number)) for number in numbers]
+                tasks = {each: group.create_task(ask(each)) for each in numbers}
         except* (ModelServiceError, GraderOutage) as errors:
             raise ModelServiceError(str(errors.exceptions[0])) from None
         finally:
             await client.close()
-        return [task.result() for task in tasks]
+        return {number: task.result() for number, task in tasks.items()}
 
-    async def _problem(self, needs: ServerNeeds) -> Problem | None:
+    async def problem(self, needs: ServerNeeds) -> Problem | None:
         """Return why the server does not fit; None if it does."""
         url = self._config.url
         body = self._body(prompt=needs.text, add_special_tokens=False)
@@ -199,7 +229,7 @@ class RemoteTeacher:
                 f" {', '.join(differ[:3]) or 'all the same'}"
             )
             fix = "Serve a model with the actor's tokenizer."
-            return Problem(f"{KEY}.url", url, rule, fix)
+            return Problem(f"{self._key}.url", url, rule, fix)
         # It samples one token, which nobody reads.
         if positions <= needs.row_tokens:
             rule = (
@@ -207,7 +237,7 @@ class RemoteTeacher:
                 f" {needs.row_tokens}, with one more behind it"
             )
             fix = f"Start it with --max-model-len {needs.row_tokens + 1} or more."
-            return Problem(f"{KEY}.url", url, rule, fix)
+            return Problem(f"{self._key}.url", url, rule, fix)
 
         body = self._request([*needs.tokens[:1]] * 2, needs.top)
         answer = await self._answer(self._address, body, json_in)
@@ -232,7 +262,7 @@ class RemoteTeacher:
             " model or token_env. The url usually ends with /v1."
         )
         rule = f"POST {address}: {rule}"
-        return Problem(f"{KEY}.url", self._config.url, rule, fix, may_pass=True)
+        return Problem(f"{self._key}.url", self._config.url, rule, fix, may_pass=True)
 
 
 # ------------------------------------------------------------------------------ replies

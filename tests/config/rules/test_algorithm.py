@@ -357,6 +357,15 @@ CASES = [
     ),
     Case(
         "distillation_is_possible",
+        f"{STUDENT} 'distill.teacher={{gsm8k: {{url: http://h:1/v1, timeout_s: 300}},"
+        " default: {url: http://h:2/v1}}'",
+        "distill.teacher.gsm8k.timeout_s",
+        "are a stall after 600 s",
+        "less than 300",
+        "distill",
+    ),
+    Case(
+        "distillation_is_possible",
         f"{STUDENT} distill.teacher=actor distill.teacher_prompt={TEACHER_PROMPT}"
         " 'agent.environments={default: calculator}'",
         "distill.teacher_prompt",

@@ -233,6 +233,35 @@ def test_a_setting_of_a_model_that_environments_talk_to() -> None:
     assert "agent.models.user.url" not in found
 
 
+@pytest.mark.parametrize(
+    ("teacher", "key", "fix"),
+    [
+        ("{url: http://h/v1, tokenenv: X}", "tokenenv", "Did you mean distill.teacher.token_env?"),
+        ("{sums: {url: http://h/v1, tokenenv: X}}", "sums.tokenenv", "Did you mean distill.teacher.sums.token_env?"),
+        ("{sums: {}}", "sums.url", "Set it: distill.teacher.sums.url=..."),
+        ("{sums: http://h/v1, default: {url: http://h/v1}}", "sums", "Use a section"),
+        ("http://h/v1", "", "Set the keys inside it, e.g. distill.teacher.url=..."),
+        ("actr", "", "Did you mean actor?"),
+    ],
+)  # fmt: skip
+def test_a_teacher_is_a_name_a_server_or_a_table_of_these(
+    teacher: str, key: str, fix: str
+) -> None:
+    """Errors are of the form that was meant, and of no other."""
+    found = problems("distill", *INPUTS, f"distill.teacher={teacher}")
+    about = [name for name in found if name.startswith("distill.teacher")]
+    assert about == [f"distill.teacher.{key}".rstrip(".")]
+    assert found[about[0]].fix.startswith(fix)
+
+
+def test_a_table_of_teachers_takes_the_place_of_a_server() -> None:
+    servers = "{url: http://a/v1}", "{sums: {url: http://b/v1}}"
+    given = [f"distill.teacher={server}" for server in servers]
+    config = compose("distill", [*INPUTS, *given])
+    assert isinstance(config, RLConfig) and config.distill is not None
+    assert list(config.distill.services) == ["distill.teacher.sums"]
+
+
 def test_a_text_is_quoted_twice() -> None:
     (found,) = problems("quickstart", "run.dir=/a b/(c)").values()
     assert (found.key, found.value) == ("run.dir", "/a b/(c)")

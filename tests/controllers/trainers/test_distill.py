@@ -31,7 +31,7 @@ from verl_ray.cluster.session import Session
 from verl_ray.cluster.waiting import read
 from verl_ray.columns.batch import offsets_of
 from verl_ray.columns.stages import Rows
-from verl_ray.config.distill import TeacherService
+from verl_ray.config.distill import TEACHER_KEY, TeacherService
 from verl_ray.config.preparation import TinyModelConfig
 from verl_ray.data.tokenizers import load_tokenizer
 from verl_ray.errors import ConfigError
@@ -216,7 +216,7 @@ def test_a_server_teaches_what_the_reference_does(
     with served(teacher, tmp_path / "server.log") as url:
         for place in (
             f"reference.model.path={teacher}",
-            f"distill.teacher={{url: '{url}'}}",
+            f"distill.teacher={{arithmetic: {{url: '{url}'}}}}",
         ):
             config = inputs.config(
                 "distill", tmp_path, place, "distill.divergence=jsd", "distill.top_k=6"
@@ -226,7 +226,7 @@ def test_a_server_teaches_what_the_reference_does(
                 first.append(run.step(1))
         with pytest.raises(ConfigError, match="another vocabulary"):
             needs = ServerNeeds("1+2=", [9, 9, 9, 9], None, 8)
-            RemoteTeacher(TeacherService(url=url)).require(needs)
+            RemoteTeacher({TEACHER_KEY: TeacherService(url=url)}).require(needs)
     for name in ("distill/kl", "actor/distill_loss", "actor/grad_norm"):
         assert first[1][name] == pytest.approx(first[0][name], rel=1e-4), name
 

@@ -492,14 +492,22 @@ def distillation_is_possible(config: RLConfig) -> Iterator[Problem]:
     if place != "none":
         rule = "distill charges the divergence from the teacher, and a run charges one"
         yield Problem("algorithm.kl.place", place, rule, "Set algorithm.kl=none.")
-    service, stall_s = distill.service, config.run.stall_s
-    # A server that hangs is told from a slow one by a second request.
-    if service is not None and 2 * service.timeout_s >= stall_s:
-        rule = f"two such requests without a reply are a stall after {stall_s:g} s"
-        fix = f"Use less than {stall_s / 2:g}, or raise run.stall_s."
-        yield Problem("distill.teacher.timeout_s", service.timeout_s, rule, fix)
+    yield from _servers_are_possible(config, distill)
+
+
+def _servers_are_possible(
+    config: RLConfig, distill: DistillConfig
+) -> Iterator[Problem]:
+    """Yield the problems of a run with the servers of its teacher."""
+    stall_s = config.run.stall_s
+    for key, service in distill.services.items():
+        # A server that hangs is told from a slow one by a second request.
+        if 2 * service.timeout_s >= stall_s:
+            rule = f"two such requests without a reply are a stall after {stall_s:g} s"
+            fix = f"Use less than {stall_s / 2:g}, or raise run.stall_s."
+            yield Problem(f"{key}.timeout_s", service.timeout_s, rule, fix)
     temperature = config.rollout.temperature
-    if distill.service is not None and temperature != 1:
+    if distill.services and temperature != 1:
         rule = "a server gives the log-probs of temperature 1 (distill.teacher)"
         fix = "Use 1, or the reference role as the teacher."
         yield Problem("rollout.temperature", temperature, rule, fix)
