@@ -572,7 +572,7 @@ def _of_files_and_commands(inputs: Inputs, folder: Path) -> list[Mistake]:
                 "run.evaluate_every=0",
             ),
             "preference.loss=kto",
-        ),  # fmt: skip
+        ),
         Mistake(
             "export of a wrong path",
             ("export", str(folder / "nothing"), str(folder / "exported")),
