@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -138,6 +138,7 @@ class ModelWorker:
         base: bool = False,
         top: TopTokens | None = None,
         context: TeacherContext | None = None,
+        averaged: bool = False,
     ) -> LogProbs:
         """Return the log-probabilities that the policy is compared with.
 
@@ -146,6 +147,7 @@ class ModelWorker:
             base: Whether to compute without the adapter: the model before training.
             top: Which of the most probable tokens are asked for; None = none.
             context: The prompts that a teacher reads; None = those of the policy.
+            averaged: Whether the average of the weights computes in their place.
         """
         read: Rows = rows
         if context is not None:
@@ -154,10 +156,18 @@ class ModelWorker:
         outputs = RequestedOutputs(
             log_probs=True, top=top, temperature=temperature, base=base
         )
-        log_probs = self._log_probs(read, outputs)
+        with self._averaged() if averaged else contextlib.nullcontext():
+            log_probs = self._log_probs(read, outputs)
         if context is None:
             return log_probs
         return behind_own_prompts(log_probs, read, rows)
+
+    @contextlib.contextmanager
+    def _averaged(self) -> Iterator[None]:
+        # The weights change for a while, so a snapshot is finished first.
+        self._finish_snapshot()
+        with self.engine.averaged():
+            yield
 
     def _require_same_rows(self, rows: Rows) -> None:
         """Check that the ranks which compute these rows together have the same.

@@ -587,7 +587,10 @@ def _teacher_in_words(distill: DistillConfig) -> str:
     if distill.num_top:
         numbers["top_k"] = distill.num_top
     numbers |= distill.declared.settings(distill)
-    return f"teacher {distill.divergence}{_named(numbers)}"
+    who = ""
+    if distill.average_decay is not None:
+        who = f", an average of the policy (decay {distill.average_decay:g})"
+    return f"teacher {distill.divergence}{_named(numbers)}{who}"
 
 
 def _correction_in_words(algorithm: AlgorithmConfig) -> str:

@@ -387,10 +387,12 @@ def engine_spec(
     optimizer = None
     expert_balance = None
     expert_bias_update = 0.0
+    average_decay = None
     if isinstance(role, SupervisedRole) and learns:
         optimizer = role.optimizer
         expert_balance = role.expert_balance
         expert_bias_update = role.expert_bias_update
+        average_decay = config.average_decay(name)
 
     # The learning rate follows optimizer steps, of which a training step has several.
     updates_per_step = role.updates_per_step(config.rows_per_step)
@@ -412,6 +414,7 @@ def engine_spec(
         trusts_code=trusts_code,
         expert_balance=expert_balance,
         expert_bias_update=expert_bias_update,
+        average_decay=average_decay,
         replays_routing=config.replays_routing(name),
         schedule_steps=schedule_steps,
         seed=config.run.seed,

@@ -219,17 +219,18 @@ class Learner:
                 ),
                 number,
             )
-        # The actor is the reference: itself, or without its adapter.
-        is_own_teacher = distill is not None and distill.teacher == "actor"
-        if not is_own_teacher and not config.reference_is_base:
+        # The actor is the reference: itself, its average, or without its adapter.
+        own_teacher = None if distill is None else distill.own_teacher
+        if own_teacher is None and not config.reference_is_base:
             return None
         return actor.scatter(
             ActorWorker.compute_reference_log_probs,
             rollouts,
             temperature,
-            not is_own_teacher,
+            own_teacher is None,
             top,
             context,
+            own_teacher == "average",
         )
 
     @property

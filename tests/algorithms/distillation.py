@@ -11,6 +11,7 @@ def distill_config(
     """Return the section of a run whose teacher is the reference role."""
     return DistillConfig(
         teacher=None,
+        average_decay=None,
         teacher_prompt=None,
         max_prompt_tokens=1,
         divergence=divergence,

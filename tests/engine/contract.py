@@ -147,9 +147,6 @@ def check_training(ranks: Ranks, kind: str) -> dict[str, Any]:
             ranks.engine(kind, activation_checkpointing=True), mine, POLICY
         ),
         "supervised": ranks.train(ranks.engine(kind), mine, SupervisedObjective()),
-        "supervised in bfloat16": ranks.train(
-            ranks.engine(kind, dtype="bfloat16"), mine, SupervisedObjective()
-        ),
         "llama": ranks.train(ranks.engine(kind, "llama"), mine, POLICY),
         "qwen2": ranks.train(ranks.engine(kind, "qwen2"), mine, POLICY),
         "experts": ranks.train(
@@ -199,6 +196,18 @@ def check_training(ranks: Ranks, kind: str) -> dict[str, Any]:
             LABELS,
         ),
     }
+    halved = ranks.engine(kind, dtype="bfloat16", average_decay=0.5)
+    found["supervised in bfloat16"] = ranks.train(halved, mine, SupervisedObjective())
+    wanted, trained = RequestedOutputs(log_probs=True), ranks.weights(halved)
+    policy = ranks.forward(halved, rows, wanted)["log_probs"]
+    with halved.averaged():
+        changed = ranks.weights(halved)
+        teacher = ranks.forward(halved, rows, wanted)["log_probs"]
+    again = ranks.forward(halved, rows, wanted)["log_probs"]
+    found["average in bfloat16"] = (
+        equal(changed, trained) or np.array_equal(teacher, policy),
+        equal(ranks.weights(halved), trained) and np.array_equal(again, policy),
+    )
     if kind == "fsdp":
         gathered = {"sharding": "grad_op"}
         found["gathered in forward"] = ranks.train(
@@ -351,6 +360,7 @@ def check_refusals(ranks: Ranks, kind: str) -> dict[str, Any]:
             )
         )
     return found | {
+        "no average": refused(lambda: engine.averaged().__enter__()),
         "no experts": refused(lambda: ranks.engine(kind, expert_balance=0.1)),
         "no adapter": refused(
             lambda: engine.export(str(ranks.folder / "none"), adapter=True)
@@ -367,15 +377,16 @@ def check_refusals(ranks: Ranks, kind: str) -> dict[str, Any]:
 
 
 def check_non_finite(ranks: Ranks, kind: str, **settings: Any) -> dict[str, Any]:
-    engine = ranks.engine(kind, **settings)
+    engine = ranks.engine(kind, average_decay=0.5, **settings)
     mine = ranks.of(engine, rows_of())
     ranks.train(engine, mine, POLICY, 2)
-    before = ranks.weights(engine)
+    before, average = ranks.weights(engine), averaged(ranks, engine)
     assert mine.advantages is not None
     bad = mine.replace(advantages=np.full_like(mine.advantages, np.inf))
     bad = bad if engine.topology.dp_rank == 0 else mine
     _, step = ranks.step(engine, bad, POLICY)
     after = ranks.weights(engine)
+    same_average = equal(averaged(ranks, engine), average)
     _, next_step = ranks.step(engine, mine, POLICY)
     changed_later = any(
         not torch.equal(after[name], value)
@@ -395,10 +406,21 @@ def check_non_finite(ranks: Ranks, kind: str, **settings: Any) -> dict[str, Any]
             last_step.broken,
         ),
         "skipped": step.skipped,
-        "unchanged": all(torch.equal(before[name], after[name]) for name in before),
+        "unchanged": equal(before, after) and same_average,
         "changed later": changed_later,
         "next": (next_step.skipped, next_step.lr),
     }
+
+
+def equal(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> bool:
+    """Whether all tensors have the same bits."""
+    return all(torch.equal(value, right[name]) for name, value in left.items())
+
+
+def averaged(ranks: Ranks, engine: Engine, **how: Any) -> dict[str, torch.Tensor]:
+    """The weights while the average is in their place."""
+    with engine.averaged():
+        return ranks.weights(engine, **how)
 
 
 def there_and_back(engine: Any) -> None:
@@ -415,25 +437,29 @@ def check_state(ranks: Ranks, kind: str) -> dict[str, Any]:
     rows = rows_of()
     mine = rows.select(ranks.mine(rows))
     folder = ranks.folder / f"state_{kind}_{ranks.world}"
-    engine = ranks.engine(kind)
+    engine = ranks.engine(kind, average_decay=0.5)
     before = ranks.weights(engine)
     sharded.save(
         engine.state(), str(folder) + "_new"
     )  # an optimizer that has not stepped
-    same = all(
-        torch.equal(before[name], value)
-        for name, value in ranks.weights(engine).items()
-    )
-    ranks.train(engine, mine, Noisy(), 2)
+    same = equal(ranks.weights(engine), before)
+    ranks.train(engine, mine, Noisy(), 1)
+    between = ranks.weights(engine)
+    ranks.train(engine, mine, Noisy(), 1)
     sharded.save(engine.state(), str(folder))
     saved = ranks.weights(engine)
+    average = averaged(ranks, engine)
+    with engine.averaged():
+        taught = ranks.forward(engine, rows, RequestedOutputs(log_probs=True))
+    unchanged = equal(ranks.weights(engine), saved)
     never_stopped = ranks.train(engine, mine, Noisy(), 2)
-    resumed = ranks.engine(kind)
+    resumed = ranks.engine(kind, average_decay=0.5)
     ranks.train(resumed, mine, POLICY, 1)  # whatever it holds is replaced
     load(resumed, folder)
     again = ranks.train(resumed, mine, Noisy(), 2)
-    weights, others = ranks.weights(engine), ranks.weights(resumed)
-    anew = ranks.engine(kind)
+    same_weights = equal(ranks.weights(engine), ranks.weights(resumed))
+    same_average = equal(averaged(ranks, engine), averaged(ranks, resumed))
+    anew = ranks.engine(kind, average_decay=0.5)
     load(anew, Path(str(folder) + "_new"))
     for _ in range(2):  # idempotent; on a CPU both are the same memory
         anew.place(params="host", optimizer="host")
@@ -444,9 +470,10 @@ def check_state(ranks: Ranks, kind: str) -> dict[str, Any]:
         "saving changes nothing": same,
         "never stopped": never_stopped,
         "resumed": again,
-        "same weights": all(
-            torch.equal(weights[name], others[name]) for name in weights
-        ),
+        "same weights": same_weights and same_average,
+        "average": (before, between, saved, average),
+        "taught": taught["log_probs"],
+        "unchanged by the average": unchanged and equal(averaged(ranks, anew), before),
         "from an unstepped state": ranks.train(anew, mine, POLICY),
         "evaluated": evaluated(ranks, folder, saved, kind),
     }
@@ -473,16 +500,17 @@ def check_elsewhere(ranks: Ranks, kind: str, **settings: Any) -> dict[str, Any]:
     """
     rows = rows_of()
     found = {}
-    engine = ranks.engine(kind, **settings)
+    engine = ranks.engine(kind, average_decay=0.5, **settings)
     mine = ranks.of(engine, rows)
     for writer, world in WRITERS if ranks.world < 4 else READ_BY_FOUR:
         state = ranks.folder / f"state_{writer}_{world}"
         if not state.exists():
             continue  # slow tests are not run
         load(engine, state)
-        weights = ranks.weights(engine)
+        average = averaged(ranks, engine)
         found[f"{writer} on {world}"] = {
-            "weights": weights,
+            "weights": ranks.weights(engine)
+            | {f"average of {name}": value for name, value in average.items()},
             **ranks.train(engine, mine, POLICY, 2),
         }
     return found
@@ -493,7 +521,7 @@ def check_hybrid(ranks: Ranks) -> dict[str, Any]:
     rows = rows_of()
     mine = rows.select(ranks.mine(rows))
     groups = {"sharding": "hybrid", "shard_size": 2}
-    engine = ranks.engine("fsdp", **groups)
+    engine = ranks.engine("fsdp", average_decay=0.5, **groups)
     found: dict[str, Any] = {"before": ranks.weights(engine)}
     first = ranks.train(engine, mine, POLICY, 2)
     saving = sharded.BackgroundSave(
@@ -522,7 +550,7 @@ def check_layouts(ranks: Ranks) -> dict[str, Any]:
     """Check layouts of megatron that write a state and continue from it."""
     rows, found = rows_of(), {}
     for name, layout in LAYOUTS[ranks.world].items():
-        engine = ranks.engine("megatron", **layout)
+        engine = ranks.engine("megatron", average_decay=0.5, **layout)
         mine = ranks.of(engine, rows)
         before = ranks.weights(engine)
         ranks.train(engine, mine, POLICY, 2)
@@ -668,6 +696,7 @@ def check_adapter(ranks: Ranks, kind: str) -> dict[str, Any]:
     engine = ranks.engine(
         kind,
         lora=ADAPTER,
+        average_decay=0.5,
         micro_batch_tokens_per_rank=40,
         activation_checkpointing=True,
     )
@@ -682,6 +711,7 @@ def check_adapter(ranks: Ranks, kind: str) -> dict[str, Any]:
     resumed = ranks.engine(
         kind,
         lora=ADAPTER,
+        average_decay=0.5,
         micro_batch_tokens_per_rank=40,
         activation_checkpointing=True,
     )
@@ -698,6 +728,9 @@ def check_adapter(ranks: Ranks, kind: str) -> dict[str, Any]:
     found["sent"] = ranks.weights(engine)
     engine.export(str(folder / "alone"), adapter=True)
     found["sent apart"] = ranks.weights(engine, separate_adapter=True)
+    found["averaged apart"], found["resumed average"] = (
+        averaged(ranks, one, separate_adapter=True) for one in (engine, resumed)
+    )
     return found
 
 

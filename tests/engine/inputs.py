@@ -346,6 +346,7 @@ class Ranks:
         expert_balance: float | None = None,
         expert_bias_update: float = 0.0,
         replays_routing: bool = False,
+        average_decay: float | None = None,
         **settings: Any,
     ) -> EngineSpec:
         if kind == "megatron" and settings.pop("activation_checkpointing", False):
@@ -364,6 +365,7 @@ class Ranks:
             expert_balance=expert_balance,
             expert_bias_update=expert_bias_update,
             replays_routing=replays_routing,
+            average_decay=average_decay,
         )
 
     def engine(self, kind: str, *what: Any, **settings: Any) -> Engine:

@@ -615,6 +615,8 @@ def test_misuse_is_refused(place: tuple[str, int], results: Any) -> None:
         assert rank["check_refusals"]["first"].startswith(
             "DataError: response_mask is True on a row's first token"
         )
+        average = rank["check_refusals"]["no average"]
+        assert average.endswith("set distill.teacher=average")
         assert "actor.expert_balance = 0.1" in rank["check_refusals"]["no experts"]
         assert "actor.lora.rank is 0" in rank["check_refusals"]["no adapter"]
 
@@ -672,6 +674,30 @@ HOLDS_THE_WEIGHTS = (["model", "rng", "steps"], True)
 def test_an_evaluation_reads_the_weights_alone(results: Any) -> None:
     for rank in results:
         assert rank["check_state"]["evaluated"] == HOLDS_THE_WEIGHTS
+
+
+def test_an_average_follows_the_weights_and_computes_in_their_place(
+    results: Any, folder: Path
+) -> None:
+    """Of decay 0.5 after two steps, also where weights and moments were moved."""
+    for rank in results:
+        found = rank["check_state"]
+        before, between, after, average = found["average"]
+        for name, value in average.items():
+            by_hand = before[name] / 4 + between[name] / 4 + after[name] / 2
+            torch.testing.assert_close(value, by_hand, rtol=0, atol=1e-7)
+        assert not contract.equal(average, after)
+        assert found["unchanged by the average"]
+        assert rank["check_training"]["average in bfloat16"] == (False, True)
+
+    model = reference_model(folder, "qwen3")
+    assert not model.load_state_dict(average, strict=False).unexpected_keys
+    rows = inputs.rows_of()
+    for row, read in by_row(rows):
+        logits = naive_logits(model, rows.tokens[row])[read - 1].detach()
+        targets = torch.from_numpy(rows.tokens[row].astype(np.int64))[read]
+        expected = torch.log_softmax(logits, -1).gather(1, targets[:, None])[:, 0]
+        np.testing.assert_allclose(found["taught"][row][read], expected, atol=EXACT)
 
 
 def test_taking_a_state_before_the_first_step_disturbs_nothing(
@@ -968,6 +994,18 @@ def test_a_checkpoint_of_an_adapter_holds_it_alone_and_goes_on_to_the_bit(
         assert found["kept of a tied model"] == found["kept"]
         assert found["evaluated"] == HOLDS_THE_WEIGHTS
         assert found["resumed"] == found["never stopped"]
+
+
+def test_of_an_adapted_model_the_adapter_alone_is_averaged(adapted: Any) -> None:
+    for found in adapted[1]:
+        average = found["averaged apart"]
+        assert contract.equal(average, found["resumed average"])
+        changed = {
+            name
+            for name, value in found["sent apart"].items()
+            if not torch.equal(average[name], value)
+        }
+        assert changed == {name for name in average if "lora_" in name}
 
 
 def test_what_is_sent_of_an_adapted_model_is_merged(folder: Path, adapted: Any) -> None:

@@ -39,6 +39,19 @@ def with_judge(model: Path, data: Path, judge: Path, *overrides: str) -> Config:
     )
 
 
+def distilling(
+    teacher: str = "null", decay: str = "null", *, top_k: int = 8, longest: int = 9
+) -> list[str]:
+    """Return the overrides of a run that learns from a teacher with its own prompts."""
+    prompts = Path(__file__).parents[1] / "config/rules/teacher_prompt_file.py"
+    section = (
+        f"divergence: jsd, weight: 1, top_k: {top_k}, beta: null, teacher: {teacher},"
+        f" average_decay: {decay}, teacher_prompt: '{prompts}:hint',"
+        f" max_prompt_tokens: {longest}"
+    )
+    return ["algorithm=distill", f"distill={{{section}}}"]
+
+
 def settled(config: C, *, gpus: int = 0) -> C:
     """Return the configuration as it is resolved on a machine with four cores.
 

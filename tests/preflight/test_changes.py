@@ -26,6 +26,7 @@ SAVED: dict[str, Any] = {
         "lora": {"rank": 0},
     },
     "algorithm": {"advantage": "gae", "value_loss": {"clip": 0.2}},
+    "distill": None,
     "tracking": {"wandb": {"mode": "offline"}},
 }
 
@@ -55,6 +56,7 @@ def test_nothing_changed() -> None:
         ("actor.optimizer.lr", 0.2),
         ("tracking.wandb.mode", "disabled"),
         ("algorithm.value_loss.clip", None),
+        ("distill", {"teacher": None, "average_decay": None}),
     ],
 )
 def test_allowed(key: str, value: object) -> None:
@@ -82,6 +84,7 @@ def test_steps_that_are_not_counted_yet_have_not_changed() -> None:
         ("actor.lora.rank", 8),
         ("algorithm.advantage", "grpo"),
         ("algorithm.value_loss", None),
+        ("distill", {"teacher": "average", "average_decay": 0.9}),
     ],
 )
 def test_refused(key: str, value: object) -> None:
@@ -92,6 +95,14 @@ def test_refused(key: str, value: object) -> None:
         and refused[0].refused
     )
     assert str(refused[0]).startswith(f"{key}: ") and repr(value) in str(refused[0])
+
+
+def test_a_state_has_the_average_of_its_decay() -> None:
+    saved, now = (
+        with_value("distill", {"average_decay": decay}) for decay in (0.9, None)
+    )
+    _, (change,) = changed_keys(saved, now)
+    assert change.key == "distill.average_decay" and "the average" in str(change)
 
 
 def test_the_folder_of_a_run_can_be_moved() -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from scripts.configuration import compose
-from tests.preflight.configs import settled
+from tests.preflight.configs import distilling, settled
 from verl_ray.checkpoint.store import CheckpointStore
 from verl_ray.config.load import to_tree
 from verl_ray.config.schema import Config
@@ -144,3 +144,13 @@ def test_a_checkpoint_has_room_for_the_rows_that_wait(tmp_path: Path) -> None:
 
     # Four checkpoints at a time, and 32 rows of up to 24 tokens in a batch.
     assert needed(2) - needed(1) == 4 * 32 * 24 * BYTES_PER_TOKEN_OF_A_ROW
+
+
+def test_a_checkpoint_has_the_average_of_the_policy(tmp_path: Path) -> None:
+    with_average, without = (
+        checkpoint_bytes_to_come(config_of(tmp_path, *distilling(*teacher)))
+        for teacher in (("average", "0.9"), ("actor",))
+    )
+    # Four checkpoints at a time, of 789,632 float32 numbers and their share of names.
+    more = with_average - without
+    assert more == pytest.approx(4 * 4 * 789_632 * 1.02, abs=8)

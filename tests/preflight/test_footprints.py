@@ -129,6 +129,29 @@ def test_state_between_calls(
     assert found.update["gradients"] / M == gradients
 
 
+@pytest.mark.parametrize(
+    ("overrides", "average"),
+    [
+        ((), 96),
+        (("actor.lora.rank=2",), 8),
+        (("backend=fsdp", "actor.num_ranks=4"), 24),
+        (("backend=megatron", "actor.num_ranks=4"), 24),
+        (("backend=megatron", "actor.num_ranks=4", "backend.dtype=bfloat16"), 24),
+        (("backend=megatron_fsdp", "actor.num_ranks=2"), 48),
+    ],
+)
+def test_an_average_of_the_weights_is_as_large_as_a_moment(
+    overrides: tuple[str, ...], average: float
+) -> None:
+    actor = config(*overrides).actor
+    with_average, without = (
+        footprint(actor, MODEL, WORK, WORK, "cpu", averages=averages)
+        for averages in (True, False)
+    )
+    more = with_average.persistent["optimizer"] - without.persistent["optimizer"]
+    assert more / M == average and with_average.update == without.update
+
+
 def test_a_role_that_does_not_learn_has_weights_alone() -> None:
     found = footprint(config("actor.num_ranks=2").reference, MODEL, WORK, WORK, "cpu")
     assert in_millions(found.persistent) == {"weights": 96} and not found.update

@@ -9,7 +9,14 @@ from pathlib import Path
 import pytest
 
 from scripts.configuration import compose
-from tests.preflight.configs import NO_GAIN, planned, ppo, settled, with_judge
+from tests.preflight.configs import (
+    NO_GAIN,
+    distilling,
+    planned,
+    ppo,
+    settled,
+    with_judge,
+)
 from verl_ray.config.schema import Config
 from verl_ray.config.tasks.rl import RLConfig
 from verl_ray.config.tasks.sft import SFTConfig
@@ -413,16 +420,27 @@ def working(found: MemoryPlan, role: str, phase: Phase) -> int:
     return sum(found.by_role[role][phase].working.values())
 
 
+def test_an_average_of_the_policy_is_offloaded_and_saved_as_moments_are() -> None:
+    average = made(*distilling("average", "0.9"), "run.recovery.snapshot_every=1")
+    weights = 4 * PARAMETERS
+    assert "reference" not in average.by_role
+    assert held(average, "actor") == {
+        "generate": 0,
+        "measure": 4 * weights,
+        "learn": 4 * weights,
+        "publish": weights,
+    }
+    # Two moments and the average, and two snapshots of everything.
+    on_host = average.by_role["actor"]["generate"].on_host
+    assert on_host["optimizer"] == 3 * weights
+    assert on_host["snapshots"] == 2 * 4 * weights
+
+
 def test_candidates_of_a_teacher_are_counted_where_they_are() -> None:
     """Of 8 more in each place of 256 responses of 8 tokens, 20 bytes each."""
 
     def taught(top_k: int, longest: int = 9) -> MemoryPlan:
-        prompts = Path(__file__).parents[1] / "config/rules/teacher_prompt_file.py"
-        section = (
-            f"divergence: jsd, weight: 1, top_k: {top_k}, beta: null, teacher: null,"
-            f" teacher_prompt: '{prompts}:hint', max_prompt_tokens: {longest}"
-        )
-        return made("algorithm=distill", f"distill={{{section}}}")
+        return made(*distilling(top_k=top_k, longest=longest))
 
     few, more = taught(4), taught(12)
     grown = working(more, "reference", "measure") - working(few, "reference", "measure")

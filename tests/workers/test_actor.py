@@ -103,6 +103,27 @@ def weights(actor: ActorWorker) -> list[torch.Tensor]:
     return [content.clone() for _, content in actor.engine.shards(names)]
 
 
+def test_an_average_computes_in_place_of_the_weights(
+    model: Path, tmp_path: Path
+) -> None:
+    """After a step an average of such a decay is the policy of before, nearly."""
+    context = WorkerContext("actor", 0, 1, "cpu", False, 1, tmp_path / "log", 1)
+    spec = replace(actor_spec(model), average_decay=1 - 1e-7)
+    actor = ActorWorker(context, spec)
+    rows = rows_of_versions([6, 6, 6], [6])
+    before = actor.compute_log_probs(rows, 1.0).log_probs
+    update(actor, rows, published(0, 5, 6))
+    after, trained = actor.compute_log_probs(rows, 1.0).log_probs, weights(actor)
+
+    teacher = actor.compute_reference_log_probs(rows, 1.0, averaged=True).log_probs
+    np.testing.assert_allclose(teacher, before, atol=1e-5)
+    assert np.abs(after - before).max() > 0.1
+    again = actor.compute_reference_log_probs(rows, 1.0).log_probs
+    np.testing.assert_array_equal(again, after)
+    assert all(map(torch.equal, weights(actor), trained))
+    actor.close()
+
+
 def published(staleness: int, *versions: int) -> OptimizerSteps:
     """One optimizer step between each version and the next."""
     steps = OptimizerSteps(staleness, 1)

@@ -243,6 +243,11 @@ class BackendSettings(Section):
         return FLOAT32
 
     @property
+    def optimizer_width(self) -> int:
+        """Bytes of the optimizer's state per parameter that a rank steps."""
+        return MOMENTS
+
+    @property
     def sent_width(self) -> int:
         """Bytes of a weight as it is sent to rollout engines."""
         return FLOAT32

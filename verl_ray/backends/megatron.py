@@ -172,13 +172,13 @@ class MegatronBackend(Layout):
         persistent: BytesPerPart = {
             "weights": weights,
             "gradients": FLOAT32 * own_parameters,
-            "optimizer": self._optimizer_width * trained // num_ranks,
+            "optimizer": self.optimizer_width * trained // num_ranks,
         }
         return RankMemory(persistent)
 
     @property
-    def _optimizer_width(self) -> int:
-        """Bytes of the optimizer's state per parameter.
+    def optimizer_width(self) -> int:
+        """Bytes of the optimizer's state per parameter that a rank steps.
 
         In float32 it steps the weights that compute, and has no main weights of its
         own.
@@ -206,7 +206,7 @@ class MegatronBackend(Layout):
 
         stages = self.tensor_parallel * self.pipeline_parallel
         copies = max(1, num_ranks // stages)
-        state = more * self._optimizer_width // copies
+        state = more * self.optimizer_width // copies
         return more * (self.compute_width + FLOAT32) + state
 
     def activation_partition(self) -> ActivationPartition:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator
 from typing import Annotated, Literal
 
-from pydantic import Discriminator, Tag, create_model
+from pydantic import Discriminator, Field, Tag, create_model
 
 from verl_ray.algorithms.declaration import fields_of_settings
 from verl_ray.algorithms.distillation import (
@@ -107,7 +107,7 @@ class DistillConfig(_ReadByDivergences):
 
     teacher: (
         Annotated[
-            Annotated[Literal["actor"], Tag(_NAME)]
+            Annotated[Literal["actor", "average"], Tag(_NAME)]
             | Annotated[TeacherService, Tag(_SERVER)]
             | Annotated[dict[str, TeacherService], Tag(_TABLE)],
             Discriminator(_form),
@@ -115,9 +115,13 @@ class DistillConfig(_ReadByDivergences):
         | None
     )
     """Who teaches: null = the reference role; actor = the policy itself, as it is
-    before the step; or a vLLM server, a table of url, model, token_env, timeout_s,
-    max_outage_s and concurrency. A table from data source to server has one for each;
-    `default` serves the other data sources."""
+    before the step; average = the average of the policy's weights; or a vLLM server, a
+    table of url, model, token_env, timeout_s, max_outage_s and concurrency. A table
+    from data source to server has one for each; `default` serves the other data
+    sources."""
+    average_decay: Annotated[float, Field(gt=0, lt=1)] | None
+    """With teacher=average: what is left of the average after an optimizer step, such
+    as 0.99; the rest comes from the weights. It begins as the weights of the start."""
     teacher_prompt: TeacherPromptName | None
     """Function of your own that writes the prompt which the teacher reads before the
     response, with the solution for example: path/to/file.py:function, or a table of it
@@ -152,6 +156,11 @@ class DistillConfig(_ReadByDivergences):
         if isinstance(self.teacher, TeacherService):
             return {TEACHER_KEY: self.teacher}
         return {}
+
+    @property
+    def own_teacher(self) -> Literal["actor", "average"] | None:
+        """The form of the policy that teaches; None for another teacher."""
+        return self.teacher if isinstance(self.teacher, str) else None
 
     @property
     def num_top(self) -> int:

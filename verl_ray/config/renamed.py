@@ -44,6 +44,7 @@ ADDED: dict[str, Any] = {
     "sft.divergence": None,
     "sft.top_k": 32,
     "sft.beta": None,
+    "distill.average_decay": None,
     "rollout.routing_replay": False,
     "algorithm.kl.importance_weighted": False,
     "algorithm.correction.rejections": None,

@@ -122,6 +122,10 @@ class Config(Section):
         """Return whether a role's routers choose what the sampler's have chosen."""
         return False
 
+    def average_decay(self, role: str) -> float | None:
+        """Return the decay of the average of a role's weights; None for none."""
+        return None
+
     @property
     def optimizers(self) -> dict[str, OptimizerConfig]:
         """Every optimizer that has settings, by the key of its section."""

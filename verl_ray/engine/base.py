@@ -12,6 +12,7 @@ from __future__ import annotations
 import operator
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import TYPE_CHECKING, Any
@@ -80,6 +81,9 @@ class EngineSpec:
     replays_routing: bool = False
     """Whether the routers choose the experts that the sampler's chose, where these are
     recorded: those of rows that have `routed_experts`."""
+
+    average_decay: float | None = None
+    """What is left of the average of the weights after a step; None for no average."""
 
     chat_template: str | None = None
     """Text of the chat template that replaces the model's as it is exported."""
@@ -230,6 +234,18 @@ class Engine(ABC):
 
         A step whose gradients are not finite is skipped on all ranks and reported. So
         are the weights that a step which was taken has left not finite.
+        """
+
+    @abstractmethod
+    def averaged(self) -> AbstractContextManager[None]:
+        """Let the average of the weights take their place inside the block.
+
+        Afterwards the weights have the bits from before. Collective. Inside of it
+        nothing but `forward` may be called, and the optimizer's state has to be on the
+        device.
+
+        Raises:
+            EngineError: The specification has no `average_decay`.
         """
 
     @abstractmethod

@@ -35,6 +35,7 @@ from verl_ray.engine.training_state import (
     load_training_state,
     training_state,
 )
+from verl_ray.engine.weight_average import Stepped, begin_average
 from verl_ray.errors import EngineError
 from verl_ray.models.export import (
     build_manifest,
@@ -102,6 +103,8 @@ class ModuleEngine(PackedEngine):
         self.optimizer: torch.optim.AdamW | None = None
         if spec.optimizer is not None:
             self.optimizer = self.build_optimizer(spec.optimizer)
+            if spec.average_decay is not None:
+                begin_average(self._stepped())
         self.offload = Offload(device)
         self.random_stream = RandomStream(device, rank, spec.seed)
 
@@ -199,6 +202,10 @@ class ModuleEngine(PackedEngine):
         for group in self.optimizer.param_groups:
             group["lr"] = rate
         self.optimizer.step()
+
+    def _stepped(self) -> Stepped:
+        assert self.optimizer is not None
+        yield from self.optimizer.state.items()
 
     def _zero_gradients(self) -> None:
         assert self.optimizer is not None

@@ -57,6 +57,11 @@ from verl_ray.engine.optimizer import (
     learning_rate,
     names_not_finite,
 )
+from verl_ray.engine.weight_average import (
+    Stepped,
+    exchange_average,
+    update_average,
+)
 from verl_ray.errors import EngineError
 from verl_ray.learning.objectives import LossInputs, Objective, without_uncounted
 from verl_ray.models.attention import plan_layout
@@ -156,6 +161,13 @@ class PackedEngine(Engine):
         """Clip gradients of this norm to the configured one and step the optimizer."""
 
     @abstractmethod
+    def _stepped(self) -> Stepped:
+        """Yield what this rank's optimizer steps."""
+
+    def _install_weights(self) -> None:
+        """Make the weights that compute those that the optimizer steps. Collective."""
+
+    @abstractmethod
     def _zero_gradients(self) -> None:
         """Set all gradients to zero, or remove them."""
 
@@ -252,6 +264,8 @@ class PackedEngine(Engine):
         broken: tuple[str, ...] = ()
         if math.isfinite(norm):
             self._clip_and_step(norm, rate)
+            if self.spec.average_decay is not None:
+                update_average(self._stepped(), self.spec.average_decay)
             if self._bias_update is not None:
                 self._bias_update.step()
             broken = self.names_not_finite(learning=True)
@@ -270,6 +284,23 @@ class PackedEngine(Engine):
         self._zero_gradients()
         self.steps += 1
         return StepReport(norm, rate, skipped, broken)
+
+    @contextlib.contextmanager
+    def averaged(self) -> Iterator[None]:
+        if self.spec.average_decay is None:
+            raise EngineError(
+                f"the {self.spec.role} has no average of its weights: set"
+                " distill.teacher=average"
+            )
+        self._exchange_average()
+        try:
+            yield
+        finally:
+            self._exchange_average()
+
+    def _exchange_average(self) -> None:
+        exchange_average(self._stepped())
+        self._install_weights()
 
     def names_not_finite(self, *, learning: bool = False) -> tuple[str, ...]:
         return names_not_finite(

@@ -54,6 +54,10 @@ FIXED: tuple[tuple[str, str], ...] = (
     # The whole section, which is set or null.
     ("algorithm.value_loss", "the critic would appear or vanish"),
     ("algorithm.kl.controller", "its state is saved"),
+    (
+        "distill.average_decay",
+        "the saved state has the average of the weights, or none",
+    ),
     ("prepare", "the run made its inputs by it"),
     ("prepare.max_operand", "the run made its inputs by it"),
     ("prepare.num_*", "the run made its inputs by it"),
@@ -129,7 +133,7 @@ def changed_keys(
         if _follows(key, values):
             continue
 
-        change = Change(key, before, after, _reason_to_refuse(key))
+        change = Change(key, before, after, _reason_to_refuse(key, before, after))
         if change.refused is None:
             allowed.append(change)
         else:
@@ -170,10 +174,18 @@ def _follows(key: str, changes: Mapping[str, tuple[object, object]]) -> bool:
     )
 
 
-def _reason_to_refuse(key: str) -> str | None:
-    """Return why a setting may not change; None if it may."""
+def _reason_to_refuse(key: str, *values: object) -> str | None:
+    """Return why a setting may not change; None if it may.
+
+    Args:
+        key: The setting, or a section that one side lacks.
+        values: Its values on both sides.
+    """
+    sections = [value for value in values if isinstance(value, Mapping)]
     for pattern, reason in FIXED:
-        if fnmatchcase(key, pattern):
+        section, _, name = pattern.rpartition(".")
+        sets = key == section and any(each.get(name) is not None for each in sections)
+        if sets or fnmatchcase(key, pattern):
             return reason
     return None
 

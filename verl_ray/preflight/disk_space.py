@@ -14,6 +14,7 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
+from verl_ray.backends.base import FLOAT32
 from verl_ray.checkpoint.manifest import Checkpoint
 from verl_ray.checkpoint.store import CheckpointStore
 from verl_ray.config.run import RolloutTrackingConfig
@@ -108,12 +109,14 @@ def checkpoint_bytes_to_come(config: Config) -> int:
 
 def _checkpoint_bytes(config: Config) -> int:
     """Return the estimated bytes of a checkpoint."""
-    learned = sum(
-        trained_parameters(role, model_size(name, role, config))
-        for name, role in config.model_roles.items()
-    )
-    weights = int(learned * BYTES_PER_SAVED_PARAMETER * (1 + _ADDED_SHARE))
-    return weights + waiting_bytes(config) + _ADDED_BYTES
+    weights = 0.0
+    for name, role in config.model_roles.items():
+        width = BYTES_PER_SAVED_PARAMETER
+        if config.average_decay(name) is not None:
+            width += FLOAT32
+        learned = trained_parameters(role, model_size(name, role, config))
+        weights += learned * width * (1 + _ADDED_SHARE)
+    return int(weights) + waiting_bytes(config) + _ADDED_BYTES
 
 
 def _bytes_at(path: Path) -> int:

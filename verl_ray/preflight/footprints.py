@@ -10,7 +10,7 @@ for the largest micro-batch. This is pure arithmetic; nothing is imported that c
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from verl_ray.backends import Backend
 from verl_ray.backends.base import (
@@ -18,6 +18,7 @@ from verl_ray.backends.base import (
     ActivationPartition,
     BytesPerPart,
     MemoryPart,
+    RankMemory,
 )
 from verl_ray.config.roles import ModelRole, SupervisedRole
 from verl_ray.config.rollout import VLLM_BATCHED_TOKENS, RolloutEngineConfig
@@ -40,8 +41,9 @@ CERTAIN: frozenset[MemoryPart] = frozenset(
 )
 """Parts that are counted; the others are estimated.
 
-The optimizer's part is its moments. With Megatron it also has the main weights that the
-optimizer steps, since they are offloaded together.
+The optimizer's part is its moments, and the average of the weights if there is one.
+With Megatron it also has the main weights that the optimizer steps, since they are
+offloaded together.
 """
 
 
@@ -90,6 +92,7 @@ def footprint(
     device: str,
     *,
     learns: bool = True,
+    averages: bool = False,
 ) -> Footprint:
     """Return the memory of a role on a training backend.
 
@@ -100,10 +103,11 @@ def footprint(
         update: Rows of an optimizer step.
         device: "cpu" or "cuda".
         learns: Whether the job trains. False stands for an evaluation alone.
+        averages: Whether the weights have an average.
     """
     backend = role.backend
     trained = trained_parameters(role, model) if learns else 0
-    memory = backend.rank_memory(role.num_ranks, model, trained)
+    memory = _rank_memory(role, model, trained, averages=averages)
 
     def working(work: Workload, *, learns: bool) -> dict[MemoryPart, int]:
         activations = 0
@@ -138,6 +142,21 @@ def footprint(
         forward=working(forward, learns=False),
         update=update_bytes,
     )
+
+
+def _rank_memory(
+    role: ModelRole, model: ModelSize, trained: int, *, averages: bool
+) -> RankMemory:
+    """Return the memory that a rank holds, with an average of the weights if any."""
+    backend = role.backend
+    memory = backend.rank_memory(role.num_ranks, model, trained)
+    state = memory.persistent.get("optimizer", 0)
+    if not averages:
+        return memory
+    # Each rank has it of the parameters whose moments it has.
+    average = state * FLOAT32 // backend.optimizer_width
+    persistent: BytesPerPart = {**memory.persistent, "optimizer": state + average}
+    return replace(memory, persistent=persistent)
 
 
 def trained_parameters(role: ModelRole, model: ModelSize) -> int:
@@ -420,7 +439,8 @@ def snapshot_bytes(config: Config) -> dict[str, int]:
         model = model_size(name, role, config)
         trained = trained_parameters(role, model)
         if trained:
-            held = role.backend.rank_memory(role.num_ranks, model, trained).persistent
+            averages = config.average_decay(name) is not None
+            held = _rank_memory(role, model, trained, averages=averages).persistent
             weights = held.get("weights", 0) * trained // model.parameters
             sizes[name] = num_snapshots * (weights + held.get("optimizer", 0))
     return sizes

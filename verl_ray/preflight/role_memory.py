@@ -184,7 +184,10 @@ def _trainer_memory(
     device = "cuda" if on_gpus else "cpu"
     model = model_size(name, role, config)
     forward, update = _workloads(name, config, learns=learns)
-    own = footprint(role, model, forward, update, device, learns=learns)
+    averages = config.average_decay(name) is not None
+    own = footprint(
+        role, model, forward, update, device, learns=learns, averages=averages
+    )
 
     offloaded = NO_PARTS
     if isinstance(config, RolloutTaskConfig):

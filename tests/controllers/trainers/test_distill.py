@@ -124,6 +124,10 @@ def with_answer(request, *, sign):
         ),
         pytest.param(("backend@reference.backend=fsdp",), marks=pytest.mark.slow),
         pytest.param(
+            ("distill.teacher=average", "distill.average_decay=0.9", "backend=fsdp"),
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
             ("actor.lora.rank=4", "rollout.sync.adapter=merged"), marks=pytest.mark.slow
         ),
     ],
@@ -233,15 +237,31 @@ def test_a_server_teaches_what_the_reference_does(
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
+@pytest.mark.parametrize(
+    "changes",
+    [
+        ("actor.lora.rank=4", "reference.model.path={teacher}"),
+        (
+            "distill.teacher=average",
+            "distill.average_decay=0.5",
+            "algorithm=grpo",
+            "algorithm.kl=none",
+        ),
+    ],
+)
 def test_a_resumed_run_has_the_bits_of_one_that_never_stopped(
-    cluster: Session, inputs: Inputs, teacher: Path, tmp_path: Path
+    cluster: Session,
+    inputs: Inputs,
+    teacher: Path,
+    tmp_path: Path,
+    changes: tuple[str, ...],
 ) -> None:
-    """Of an adapter, in two updates per step."""
+    """In two updates per step, of an adapter and of all weights."""
     whole, broken = tmp_path / "whole", tmp_path / "broken"
     for run_dir, steps in ((whole, 3), (broken, 1), (broken, 3)):
         command_here(
-            cluster, "train", "--config-name", "distill", *inputs.rl(run_dir), "actor.lora.rank=4",
-            f"reference.model.path={teacher}", "distill.divergence=reverse", "distill.top_k=6",
+            cluster, "train", "--config-name", "distill", *inputs.rl(run_dir), "distill.divergence=reverse",
+            "distill.top_k=6", *(change.format(teacher=teacher) for change in changes),
             "actor.mini_batch_size=16", "run.checkpoint_every=1",
             f"run.total_steps={steps}", "run.evaluate_every=1", "actor.optimizer.schedule=constant",
         )  # fmt: skip
@@ -252,3 +272,7 @@ def test_a_resumed_run_has_the_bits_of_one_that_never_stopped(
     for left, right in zip(straight, resumed, strict=True):
         assert lasting(left) == lasting(right)
     assert straight[1]["actor/distill_loss"] > 0
+    # The average begins as the policy, and follows it.
+    is_itself = changes[0] == "distill.teacher=average"
+    assert (straight[1]["distill/kl"] == pytest.approx(0, abs=1e-6)) == is_itself
+    assert abs(straight[2]["distill/kl"]) > 1e-5

@@ -120,6 +120,11 @@ class RLConfig(RolloutTaskConfig):
     def replays_routing(self, role: str) -> bool:
         return role == "actor" and self.rollout.routing_replay
 
+    def average_decay(self, role: str) -> float | None:
+        if role != "actor" or self.distill is None:
+            return None
+        return self.distill.average_decay
+
     @property
     def has_critic(self) -> bool:
         """Whether a critic role is created."""
@@ -459,7 +464,7 @@ def distillation_is_possible(config: RLConfig) -> Iterator[Problem]:
     )
     if distill.teacher == "actor" and not has_context:
         rule = "the policy has nothing to learn from itself, as it reads the same"
-        fix = "Give distill.teacher_prompt, or set it to null."
+        fix = "Give distill.teacher_prompt, or set it to null or average."
         yield Problem("distill.teacher", "actor", rule, fix)
     if is_student and not has_context:
         path = config.reference.model.path
@@ -513,6 +518,27 @@ def _servers_are_possible(
         yield Problem("rollout.temperature", temperature, rule, fix)
 
 
+def average_can_teach(config: RLConfig, distill: DistillConfig) -> Iterator[Problem]:
+    """Yield the problems of an average of the policy, or of its decay without one."""
+    decay = distill.average_decay
+    if distill.teacher != "average":
+        if decay is not None:
+            rule = "only distill.teacher=average has an average of the weights"
+            fix = "Set it to null, or distill.teacher=average."
+            yield Problem("distill.average_decay", decay, rule, fix)
+        return
+
+    if decay is None:
+        rule = "distill.teacher=average follows the weights by it"
+        yield Problem("distill.average_decay", None, rule, "Set it to 0.99.")
+    if distill.teacher_prompt is None and config.algorithm.advantage == "none":
+        rule = "it begins as the policy, which has nothing to learn from it as it is"
+        fix = (
+            "Give distill.teacher_prompt, or rewards: algorithm=grpo algorithm.kl=none."
+        )
+        yield Problem("distill.teacher", "average", rule, fix)
+
+
 _REWARD_SETTINGS = (
     "whiten_advantages",
     "advantage_clip",
@@ -540,6 +566,7 @@ def teacher_settings_are_read(
     if distill is None:
         return
     yield from divergence_settings_are_read(distill, overridden)
+    yield from average_can_teach(config, distill)
     if config.algorithm.advantage != "none":
         return
 

@@ -67,6 +67,7 @@ from verl_ray.engine.megatron.weights import (
 from verl_ray.engine.micro_batches import Loss, MicroBatches
 from verl_ray.engine.offload import Offload, offloadable
 from verl_ray.engine.packed_engine import PackedEngine, RandomStream
+from verl_ray.engine.weight_average import Stepped, begin_average
 from verl_ray.learning.objectives import Objective
 from verl_ray.models.export import build_manifest
 from verl_ray.models.role_model import PackedRows, build_role_model
@@ -121,6 +122,8 @@ class MegatronEngine(PackedEngine):
             self._zero_gradients()
             if self.dtype != torch.float32:
                 read_main_weights(self._shards(), reader)
+            if spec.average_decay is not None:
+                begin_average(self._stepped())
         mapped = self._mapped | self._mapped_buffers
         require_complete(spec, self._shapes, mapped.values(), world_size)
 
@@ -285,6 +288,18 @@ class MegatronEngine(PackedEngine):
         assert self.spec.optimizer is not None
         clip_and_step(self._optimizer, norm, self.spec.optimizer.max_grad_norm, rate)
 
+    def _stepped(self) -> Stepped:
+        for shard in self._shards():
+            yield shard.main, shard.state
+
+    def _install_weights(self) -> None:
+        with self.layout.installed():
+            # The weights that compute follow the main weights.
+            for part in self._optimizer.chained_optimizers:
+                part._copy_main_params_to_model_params()
+            for module in self._modules:
+                module.start_param_sync(force_sync=True)
+
     def _zero_gradients(self) -> None:
         for module in self._modules:
             module.zero_grad_buffer()
@@ -380,12 +395,7 @@ class MegatronEngine(PackedEngine):
             return
 
         load_step_counters(self._shards(), state["optimizer"]["state"])
-        with self.layout.installed():
-            # The weights that compute follow the main weights.
-            for part in self._optimizer.chained_optimizers:
-                part._copy_main_params_to_model_params()
-            for module in self._modules:
-                module.start_param_sync(force_sync=True)
+        self._install_weights()
 
     def _tracker_key(self, name: str) -> str:
         """Return a checkpoint's key of a random stream of megatron-core's tracker."""

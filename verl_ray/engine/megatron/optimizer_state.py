@@ -17,7 +17,7 @@ from torch import Tensor
 
 from verl_ray.checkpoint.sharded import Slices
 from verl_ray.config.roles import OptimizerConfig
-from verl_ray.engine.megatron.optimizer import MOMENTS, OptimizerShard
+from verl_ray.engine.megatron.optimizer import OptimizerShard
 from verl_ray.engine.megatron.weight_map import (
     ParameterMap,
     shape_of_box,
@@ -82,9 +82,7 @@ def optimizer_state(
         manifest: The tensors of the model, for the names of tied parameters.
     """
     weights: dict[str, BoxValues] = defaultdict(list)
-    moments: dict[str, dict[str, BoxValues]] = {
-        kind: defaultdict(list) for kind in MOMENTS
-    }
+    moments: dict[str, dict[str, BoxValues]] = defaultdict(lambda: defaultdict(list))
     steps: dict[str, Tensor] = {}
     saved: dict[str, bool] = {}
 
@@ -92,9 +90,9 @@ def optimizer_state(
         for name, box, elements in shard.parts():
             shape = shape_of_box(box)
             weights[name].append((box, shard.main[elements].view(shape)))
-            for kind in MOMENTS:
-                values = shard.state[kind][elements].view(shape)
-                moments[kind][name].append((box, values))
+            for kind, values in shard.state.items():
+                if kind != "step":
+                    moments[kind][name].append((box, values[elements].view(shape)))
             steps[name] = shard.state["step"]
             saved[name] = shard.mapped.owned
 
@@ -105,8 +103,8 @@ def optimizer_state(
     optimizer: dict[str, dict[str, Any]] = {}
     for name in weights:
         parameter_state: dict[str, Any] = {"step": steps[name].clone()}
-        for kind in MOMENTS:
-            parameter_state[kind] = slices_of(name, moments[kind][name])
+        for kind, values_by_name in moments.items():
+            parameter_state[kind] = slices_of(name, values_by_name[name])
         optimizer[f"hf.{name}"] = parameter_state
 
     return {"model": _with_tied(own, manifest), "optimizer": {"state": optimizer}}

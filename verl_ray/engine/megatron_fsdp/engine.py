@@ -37,8 +37,6 @@ from verl_ray.models.weights import fill, own_box
 from verl_ray.ops.outputs import RequestedOutputs
 from verl_ray.weight_sync.manifest import Manifest
 
-MOMENTS = ("exp_avg", "exp_avg_sq")
-
 _WEIGHT_BUFFERS = ("model_weight_buffer", "main_weight_buffer", "hfsdp_helper_wbuf")
 """The attributes of the package's groups of parameters that may hold weights."""
 
@@ -84,7 +82,7 @@ class MegatronFsdpEngine(ModuleEngine):
             unused=unused,
             seed=self.spec.seed,
         )
-        self._install()
+        self._install_weights()
 
     def wrap(self, model: RoleModel) -> nn.Module:
         return self._sharded
@@ -176,9 +174,9 @@ class MegatronFsdpEngine(ModuleEngine):
             if parameter.requires_grad and parameter.grad is None:
                 # This rank holds no part of the parameter, and so has not stepped it.
                 self.optimizer.state[parameter]["step"] += 1
-        self._install()
+        self._install_weights()
 
-    def _install(self) -> None:
+    def _install_weights(self) -> None:
         """Make the weights that compute those of the shards."""
         self._sharded.install_optimized_model_weights()
         self._sharded.synchronize_param_gather()
@@ -287,10 +285,12 @@ class MegatronFsdpEngine(ModuleEngine):
         states: dict[str, dict[str, Any]] = {}
         for name, value in learning.items():
             own = optimizer.state[value]
-            state: dict[str, Any] = {"step": own["step"]}
-            for kind in MOMENTS:
-                state[kind] = self._sharded_like(name, _local_part(own[kind]))
-            states[f"hf.{name}"] = state
+            states[f"hf.{name}"] = {
+                kind: value
+                if kind == "step"
+                else self._sharded_like(name, _local_part(value))
+                for kind, value in own.items()
+            }
         return states
 
     @torch.no_grad()
@@ -298,7 +298,7 @@ class MegatronFsdpEngine(ModuleEngine):
         # The tensors of `state` are this engine's own, so their values are in place.
         self.steps = int(state["steps"])
         self.random_stream.restore(state, self.steps)
-        self._install()
+        self._install_weights()
 
     # -------------------------------------------------------------------------- offload
 
@@ -335,13 +335,14 @@ class MegatronFsdpEngine(ModuleEngine):
         moments = [
             (f"{kind} of {names[id(parameter)]}", state[kind]._local_tensor)
             for parameter, state in self.optimizer.state.items()
-            for kind in MOMENTS
+            for kind in state
+            if kind != "step"
         ]
         return offloadable_storages(moments)
 
     def after_reload(self) -> None:
         renew_memory(self._gradient_buffers())
-        self._install()
+        self._install_weights()
 
     def _gradient_buffers(self) -> list[Tensor]:
         buffers = self._sharded.param_and_grad_buffer.buffer.values()
