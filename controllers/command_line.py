@@ -179,6 +179,9 @@ def _generated(arguments: Sequence[str], options: argparse.Namespace) -> int:
         return _composed_and_run("generate", arguments, options, settings)
     except ConfigError as error:
         raise in_words_of_generate(error) from error
+    except Interrupted as stop:
+        more = "The same command goes on with the pieces that are missing"
+        raise Interrupted(f"{stop}. {more}") from stop
 
 
 def _composed_and_run(

@@ -121,7 +121,7 @@ examples:
     "generate": CommandHelp(
         about=(
             "Write responses to the prompts of data.train_path to a data file:"
-            " rollout.group_size of each, sampled as a run's rollouts are"
+            " rollout.group_size of each (or --n), sampled as a run's rollouts are"
             " (rollout.temperature, rollout.max_response_tokens, run.seed) by the model"
             " of model.path or the checkpoint of run.resume, and scored by the section"
             " reward. Records are read as they are by --config-name sft and grpo, with"
