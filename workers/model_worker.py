@@ -156,6 +156,9 @@ class ModelWorker:
         outputs = RequestedOutputs(
             log_probs=True, top=top, temperature=temperature, base=base
         )
+        if averaged:
+            # Routers of the average choose by themselves, as those of a reference do.
+            read = read.replace(routed_experts=None)
         with self._averaged() if averaged else contextlib.nullcontext():
             log_probs = self._log_probs(read, outputs)
         if context is None:

@@ -13,16 +13,15 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from controllers.commands.evaluate import Begun, measuring, only_candidate
+from controllers.commands.evaluate import Candidate, measuring, only_candidate
 from controllers.commands.generation import RequestedResponses
-from controllers.devices import DeviceSharing
 from controllers.rollouts.evaluator import HeldOutResponses
 from controllers.rollouts.graders import GENERATION
 from controllers.rollouts.production import generation_to_evaluate
@@ -33,7 +32,8 @@ from verl_ray.algorithms.groups import GroupMembers
 from verl_ray.cluster.waiting import read
 from verl_ray.columns.batch import Int64
 from verl_ray.columns.stages import Bool, Finish, Float32, Prompts, Rollouts
-from verl_ray.config.load import to_tree
+from verl_ray.config.reward import JudgeReward, MixedReward, ModelReward
+from verl_ray.config.rollout import RolloutEngineConfig
 from verl_ray.config.schema import Config
 from verl_ray.config.tasks.rl import RLConfig
 from verl_ray.data.buffer import Experience, RolloutBuffer
@@ -44,6 +44,7 @@ from verl_ray.preflight.model_files import digest_of_weights
 from verl_ray.profiling.phases import Timers, phase
 from verl_ray.rewards.shaping import response_scores
 from verl_ray.settings.function_specs import parts_of
+from verl_ray.settings.section import Section
 from verl_ray.tracking.held_out_responses import HeldOutResponse
 from workers.actor import ActorWorker
 from workers.generation import Generation
@@ -68,16 +69,25 @@ def generate(config: Config, requested: RequestedResponses) -> int:
     data = read_data(config, trains=False)
     _require_possible(config, data, requested)
     generation = replace(generation_to_evaluate(config), purpose=GENERATION)
-    request = _request(config, candidate.model, data, requested)
+    request = _request(config, candidate, data, requested)
+    pieces = _pieces(data, config.data.prompts_per_step)
 
-    with (
-        PiecewiseFile(requested.output, request, "--output") as file,
-        measuring(config, [candidate], data) as begin,
-    ):
-        begun = begin(candidate)
-        counts = ResponseFile(begun, data, generation, requested).write_to(file)
+    counts: Counter[str] = Counter()
+    with PiecewiseFile(requested.output, request, "--output") as file:
+        missing = [number for number in range(len(pieces)) if number not in file]
+        if missing:
+            if len(missing) < len(pieces):
+                there = len(pieces) - len(missing)
+                print(f"{there} of {len(pieces)} pieces are there; the others follow")
+            with measuring(config, [candidate], data) as begin:
+                trainer = begin(candidate).trainer
+                assert isinstance(trainer, Trainer)
+                writer = ResponseWriter(trainer, data, generation, requested)
+                counts = writer.write(pieces, missing, file)
+        file.finish(len(pieces))
 
-    written, total = counts.pop("records"), counts.pop("responses")
+    written, total = counts["records"], counts["responses"]
+    del counts["records"], counts["responses"]
     others = [f"{count} {reason}" for reason, count in counts.items() if count]
     more = f" ({', '.join(others)})" if others else ""
     output = requested.output
@@ -109,8 +119,21 @@ def _require_possible(
         raise ConfigError(problems)
 
 
+def _pieces(data: Problems, size: int) -> list[Prompts]:
+    """Return the prompts in pieces of at most `size`."""
+    assert data.held_out is not None
+    rows = np.arange(data.held_out.num_rows)
+    return [
+        data.held_out.select(rows[start : start + size])
+        for start in range(0, len(rows), size)
+    ]
+
+
 def _request(
-    config: RLConfig, model: str, data: Problems, requested: RequestedResponses
+    config: RLConfig,
+    candidate: Candidate,
+    data: Problems,
+    requested: RequestedResponses,
 ) -> dict[str, object]:
     """Return all that the contents of the file follow from, by the keys of it.
 
@@ -118,9 +141,15 @@ def _request(
     """
     assert data.held_out is not None
     evaluation, rollout = config.evaluation, config.rollout
+    weights: object = digest_of_weights(config.actor.model.folder)
+    if candidate.checkpoint is not None:
+        files = candidate.checkpoint.files.items()
+        records = sorted((name, repr(record)) for name, record in files)
+        weights = hashlib.blake2b(repr(records).encode(), digest_size=8).hexdigest()
     return {
-        "model.path": model,
-        "the weights": digest_of_weights(config.actor.model.folder),
+        "model.path": candidate.model,
+        "the weights": weights,
+        "rollout": _content_of_engine(rollout),
         "data.train_path": _digest(data.held_out),
         "data.prompts_per_step": config.data.prompts_per_step,
         "run.seed": config.run.seed,
@@ -140,10 +169,22 @@ def _request(
 
 def content_of_reward(config: RLConfig) -> dict[str, object]:
     """Return what decides scores: settings, users' files, and weights of models."""
-    settings = without_limits(to_tree(config)["reward"])
+    settings: dict[str, object] = {}
     files = {}
     weights = {}
+    if isinstance(config.reward, MixedReward):
+        settings["weights"] = config.reward.weights
     for key, grader in config.graders.items():
+        # Sections in it are a model, and what computes it.
+        settings[key] = {
+            name: value
+            for name, value in grader.model_dump(mode="json").items()
+            if name not in _LIMITS and not isinstance(getattr(grader, name), Section)
+        }
+        if isinstance(grader, JudgeReward):
+            settings[f"{key}.engine"] = _content_of_engine(grader.engine)
+        if isinstance(grader, ModelReward):
+            settings[f"{key}.backend"] = str(grader.backend.compute_dtype)
         for spec in (grader.named_functions or {}).values():
             path = Path(parts_of(spec)[0].rpartition(":")[0])
             if path.is_file():
@@ -160,102 +201,83 @@ _LIMITS = frozenset(
     (
         "num_ranks", "processes_per_rank", "deadline_s", "max_failed_fraction",
         "concurrency", "requests_per_s", "request_timeout_s", "max_attempts",
-        "backoff_s", "max_outage_s", "batch_size", "token_env", "engine", "backend",
-        "normalise", "clip",
+        "backoff_s", "max_outage_s", "batch_size", "token_env", "normalise", "clip",
     )
 )  # fmt: skip
-"""Settings of graders that change no score of a response that is written."""
+"""Settings of a grader that change no score."""
 
 
-def without_limits(tree: object) -> object:
-    """Return settings of graders without those that change no score."""
-    if not isinstance(tree, Mapping):
-        return tree
-    return {
-        name: without_limits(value)
-        for name, value in tree.items()
-        if name not in _LIMITS
-    }
+def _content_of_engine(engine: RolloutEngineConfig) -> dict[str, object]:
+    """Return what decides the numbers that an engine computes."""
+    names = {"dtype", "quantization", "vllm_args"}
+    return engine.model_dump(mode="json", include=names)
 
 
-class ResponseFile:
-    """The responses of a model to all prompts, as the records of a file."""
+class ResponseWriter:
+    """Writer of the responses of a model, as the records of a file."""
 
     def __init__(
         self,
-        begun: Begun,
+        trainer: Trainer,
         data: Problems,
         generation: Generation,
         requested: RequestedResponses,
     ) -> None:
-        """Take the model, the prompts, and which of its responses are written."""
-        assert isinstance(begun.config, RLConfig)
-        assert isinstance(begun.trainer, Trainer)
-        assert data.held_out is not None
-        self.config = begun.config
-        self.trainer = begun.trainer
+        """Take the trainer of the model, and what is requested of its responses."""
+        self.trainer = trainer
+        self.config = trainer.config
         self.tokenizer = data.tokenizer
         self.generation = generation
         self.requested = requested
         self.counts: Counter[str] = Counter()
+        # Engines may have to sleep while the trainer computes log-probs.
+        self.takes_turns = (
+            requested.top_log_probs > 0
+            and not trainer.replicas.device_sharing.moves_nothing
+        )
 
-        prompts, size = data.held_out, self.config.data.prompts_per_step
-        rows = np.arange(prompts.num_rows)
-        self.pieces = [
-            prompts.select(rows[start : start + size])
-            for start in range(0, prompts.num_rows, size)
-        ]
-
-    def write_to(self, file: PiecewiseFile) -> Counter[str]:
-        """Write all pieces that are not there; return how many responses were what."""
-        missing = [n for n in range(len(self.pieces)) if n not in file]
-        total = len(self.pieces)
-        done = total - len(missing)
-        if done:
-            print(f"{done} of {total} pieces are there; the others follow", flush=True)
-
+    def write(
+        self, pieces: Sequence[Prompts], missing: Sequence[int], file: PiecewiseFile
+    ) -> Counter[str]:
+        """Write the missing pieces; return how many responses were what."""
+        done, total = len(pieces) - len(missing), len(pieces)
         with phase(lambda: f"{done} of {total} pieces are written") as progress:
-            for number, experience in self._generated(missing):
-                records = self._records(self.pieces[number], experience)
+            for number, experience in self._generated(pieces, missing):
+                records = self._records(pieces[number], experience)
                 self.counts["records"] += file.write(number, records)
                 done += 1
                 progress.reach(done, total, "pieces")
-        file.finish(total)
         return self.counts
 
     # --------------------------------------------------------------------- responses
 
-    def _generated(self, numbers: Sequence[int]) -> Iterator[tuple[int, Experience]]:
-        """Yield the scored responses of pieces, of which two are always in work."""
+    def _generated(
+        self, pieces: Sequence[Prompts], missing: Sequence[int]
+    ) -> Iterator[tuple[int, Experience]]:
+        """Yield the scored responses of the missing pieces.
+
+        Two pieces are always in work, unless trainer and engines take turns.
+        """
         producer, version = self.trainer.producer, self.trainer.policy_version
         timers = Timers()
         buffers: dict[int, RolloutBuffer] = {}
 
         def begin(number: int) -> None:
             buffers[number] = RolloutBuffer(self.generation.group_size, staleness=0)
-            producer.begin(
-                self.pieces[number], self.generation, buffers[number], version
-            )
+            producer.begin(pieces[number], self.generation, buffers[number], version)
 
-        # Engines may have to sleep while the trainer computes log-probs.
-        sleeps = self.requested.top_log_probs > 0 and not self._sharing.moves_nothing
-        ahead = 0 if sleeps else 1
-        for place, number in enumerate(numbers):
-            for later in numbers[place : place + ahead + 1]:
+        ahead = 0 if self.takes_turns else 1
+        for place, number in enumerate(missing):
+            for later in missing[place : place + ahead + 1]:
                 if later not in buffers:
                     begin(later)
-            ordinals = self.pieces[number].group_id
+            ordinals = pieces[number].group_id
             yield number, producer.take(ordinals, buffers[number], version, timers)
             del buffers[number]
-            is_last = place == len(numbers) - 1
-            if sleeps and not is_last:
+            is_last = place == len(missing) - 1
+            if self.takes_turns and not is_last:
                 # The engines have the weights again after it.
                 self.trainer.publish(version)
-
-    @property
-    def _sharing(self) -> DeviceSharing:
-        """The devices of trainers and engines."""
-        return self.trainer.replicas.device_sharing
 
     # ----------------------------------------------------------------------- records
 
@@ -357,8 +379,9 @@ class ResponseFile:
         Log-probs are those at temperature 1, by the trainer's forward pass.
         """
         stall_s = self.config.run.stall_s
-        self.trainer.replicas.free_devices()
-        self._sharing.switch_to("training")
+        if self.takes_turns:
+            self.trainer.replicas.free_devices()
+            self.trainer.replicas.device_sharing.switch_to("training")
         top = TopTokens(self.requested.top_log_probs, len(self.tokenizer))
         call = self.trainer.system.actor.scatter(
             ActorWorker.compute_reference_log_probs, chosen.rollouts, 1.0, False, top
@@ -444,7 +467,17 @@ def _digest(prompts: Prompts) -> str:
     """Return a digest of everything in the prompts."""
     content = hashlib.blake2b(prompts.offsets.tobytes(), digest_size=16)
     content.update(prompts.tokens.tobytes())
-    for texts in (prompts.messages, prompts.data_source, prompts.answer, prompts.extra):
+    content.update(prompts.has_answer.tobytes())
+    texts_of_records = [
+        prompts.messages,
+        prompts.data_source,
+        prompts.answer,
+        prompts.extra,
+        prompts.template_arguments,
+    ]
+    for texts in texts_of_records:
+        if texts is None:
+            continue
         content.update(texts.offsets.tobytes())
         content.update(texts.values.tobytes())
     return content.hexdigest()

@@ -51,25 +51,37 @@ class PiecewiseFile:
             ConfigError: There are pieces of another request, or another process writes
                 them.
         """
-        beginning = self._folder / _REQUEST
-        self._folder.mkdir(parents=True, exist_ok=True)
-        self._lock = os.open(self._folder, os.O_RDONLY)
         try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            self._lock = os.open(self._folder, os.O_RDONLY)
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if beginning.is_file():
-                self._require_same(json.loads(beginning.read_text()))
-            else:
-                content = json.dumps(self._request, indent=1)
-                replace_file(beginning, content.encode())
+            self._begin()
         except BlockingIOError:
+            self.__exit__()
             rule = f"another process writes to {self._folder}"
             fix = "Wait for it, or name another file."
+            raise ConfigError([Problem(self._key, str(self.path), rule, fix)]) from None
+        except OSError as error:
             self.__exit__()
+            rule = f"its pieces cannot be written ({error})"
+            fix = "Name a file on a disk that has space, and lets you write."
             raise ConfigError([Problem(self._key, str(self.path), rule, fix)]) from None
         except BaseException:
             self.__exit__()
             raise
         return self
+
+    def _begin(self) -> None:
+        """Write the request, or compare it with that of the pieces that are there."""
+        beginning = self._folder / _REQUEST
+        pieces = list(self._folder.glob("*.jsonl"))
+        if pieces and beginning.is_file():
+            self._require_same(json.loads(beginning.read_text()))
+            return
+        # Nobody knows what pieces without a request are of.
+        for piece in pieces:
+            piece.unlink()
+        replace_file(beginning, json.dumps(self._request, indent=1).encode())
 
     def __exit__(self, *_: object) -> None:
         """Let another process go on."""
@@ -115,6 +127,8 @@ class PiecewiseFile:
         sync(part)
         part.replace(self.path)
         sync(self.path.parent)
+        # Without its request no piece is taken for one of another file.
+        (self._folder / _REQUEST).unlink()
         shutil.rmtree(self._folder)
 
     def _write_table(self, pieces: Sequence[Path], path: Path) -> None:

@@ -143,6 +143,7 @@ class TeacherSource(RowSource[TeacherRecord, TrainingBatch]):
                 f" {self._top_k}",
                 place=where,
             )
+        _require_ordered_log_probs(top_log_probs, where)
         compared = slice(None), slice(self._top_k)
         return TeacherRecord(
             where,
@@ -261,4 +262,35 @@ def _numbers(
         raise DataError(
             f"{name} is {excerpt(value)}", expected=f"a list of {form}", place=where
         )
+    if kind == "i" and (array.min() < 0 or array.max() > np.iinfo(np.int32).max):
+        raise DataError(
+            f"{name} has {array.min()} to {array.max()}",
+            expected="numbers of tokens, from 0",
+            place=where,
+        )
     return array.astype(dtype)
+
+
+_ROUNDING = 1e-4
+"""Tolerance of a log-prob that was rounded, or computed in half precision."""
+
+
+def _require_ordered_log_probs(log_probs: Float32, where: str) -> None:
+    """Raise DataError if these are no log-probs, the largest one first.
+
+    Args:
+        log_probs: float32 [tokens, k]; -inf where a teacher has said nothing.
+    """
+    # Not `log_probs > tolerance`, which would hide NaN.
+    if not (log_probs <= _ROUNDING).all():
+        raise DataError(
+            f"top_log_probs has {log_probs.max()}",
+            expected="natural logarithms of probabilities, at most 0",
+            place=where,
+        )
+    if (log_probs[:, 1:] > log_probs[:, :-1] + _ROUNDING).any():
+        raise DataError(
+            "top_log_probs are not sorted",
+            expected="those of the most probable token first, in each place",
+            place=where,
+        )

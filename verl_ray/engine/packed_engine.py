@@ -295,8 +295,12 @@ class PackedEngine(Engine):
         self._exchange_average()
         try:
             yield
-        finally:
-            self._exchange_average()
+        except BaseException:
+            # Nothing is computed with this process again, and its peers may wait in
+            # another collective, so nothing is gathered.
+            exchange_average(self._stepped())
+            raise
+        self._exchange_average()
 
     def _exchange_average(self) -> None:
         exchange_average(self._stepped())
