@@ -100,7 +100,8 @@ def _require_responses(config: Config) -> None:
     if config.episodes is not None:
         rule = "generate writes single responses, and episodes have several"
         fix = "Leave the environments out; evaluate writes episodes."
-        raise ConfigError([Problem("agent.environments", "...", rule, fix)])
+        environments = dict(config.agent.environments)
+        raise ConfigError([Problem("agent.environments", environments, rule, fix)])
 
 
 def _require_possible(

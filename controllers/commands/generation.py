@@ -217,7 +217,7 @@ def in_words_of_generate(error: ConfigError) -> ConfigError:
         if (problem.key, problem.value) == _SAMPLING:
             rule = "this task generates no responses"
             fix = "Use --config-name grpo, or a configuration of such a run."
-            return ConfigError([Problem("--config-name", "?", rule, fix)])
+            return ConfigError([Problem("--config-name", None, rule, fix)])
 
     problems: dict[str, Problem] = {}
     for problem in error.problems:

@@ -13,7 +13,7 @@ import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, TypeVar
 
 import numpy as np
 
@@ -513,10 +513,11 @@ def alternate(*columns: Ragged) -> Ragged:
 # ----------------------------------------------------------------------- demonstrations
 
 
-class SupervisedSource(RowSource[SupervisedRecord, TrainingBatch]):
-    """Data sets of demonstrations."""
+RecordT = TypeVar("RecordT")
 
-    unit = "demonstration"
+
+class ResponseSource(RowSource[RecordT, TrainingBatch]):
+    """Data sets of responses whose tokens all weigh the same."""
 
     def __init__(
         self,
@@ -529,7 +530,7 @@ class SupervisedSource(RowSource[SupervisedRecord, TrainingBatch]):
         most_records: int | None = None,
         may_stream: bool = False,
     ) -> None:
-        """Read and tokenize the demonstrations, or open the sets that stay on disk.
+        """Read the records, or open the sets that stay on disk.
 
         Args:
             max_tokens: Limit of prompt and response together (sft.max_tokens).
@@ -539,7 +540,7 @@ class SupervisedSource(RowSource[SupervisedRecord, TrainingBatch]):
 
         Raises:
             DataError: the records, the chat template or the lengths do not fit, or no
-                demonstration remains.
+                record remains.
         """
         self._tokenizer = tokenizer
         self._config = config
@@ -554,14 +555,20 @@ class SupervisedSource(RowSource[SupervisedRecord, TrainingBatch]):
         `loss_weight` makes the loss the mean over all response tokens of the batch.
         """
         rows, _ = self._draw(count)
-        return with_mean_weights(rows)
+        return _with_mean_weights(rows)
 
     def all(self, limit: int | None = None) -> TrainingBatch:
         """Return the first `limit` rows in the order of the files, equally weighted.
 
         The cursor does not move.
         """
-        return with_mean_weights(self._first_rows(limit))
+        return _with_mean_weights(self._first_rows(limit))
+
+
+class SupervisedSource(ResponseSource[SupervisedRecord]):
+    """Data sets of demonstrations."""
+
+    unit = "demonstration"
 
     def _reading(
         self, data_set: DataSet, first: Fields, where: str
@@ -597,14 +604,14 @@ class SupervisedSource(RowSource[SupervisedRecord, TrainingBatch]):
             offsets=tokens.offsets,
             tokens=tokens.values,
             response_mask=mask,
-            # A weight depends on the batch: `with_mean_weights` sets it.
+            # A weight depends on the batch: `_with_mean_weights` sets it.
             loss_weight=np.zeros(len(records), dtype=np.float32),
         )
         skipped = {"too_long": len(records) - len(fitting)}
         return Encoded(demonstrations.select(fitting), fitting, skipped)
 
 
-def with_mean_weights(rows: TrainingBatch) -> TrainingBatch:
+def _with_mean_weights(rows: TrainingBatch) -> TrainingBatch:
     """Return the rows with the weight of a mean over all their response tokens."""
     # A batch without response tokens has a loss of 0, and no division by 0.
     num_response_tokens = int(np.count_nonzero(rows.response_mask))

@@ -17,6 +17,7 @@ Fields of each kind of record in our own schema, where `?` marks an optional one
     unpaired    {"prompt": text or messages, "response": text, "label": true or false}
                 or {"messages": messages, "label": true or false}
                 or pairs, each of which is a response of either label
+    teacher     see `teacher_rows.py`
 
 Messages are a list of {"role": text, "content": text}. The messages of `chosen` and
 `rejected` are the whole conversation, and differ in the last message alone, the

@@ -20,11 +20,11 @@ import numpy as np
 from verl_ray.columns.batch import offsets_of
 from verl_ray.columns.stages import Float32, Int32, TrainingBatch
 from verl_ray.config.data import DataFilesConfig, DataSet
-from verl_ray.data.conversations import with_mean_weights
+from verl_ray.data.conversations import ResponseSource
 from verl_ray.data.fields import Fields, excerpt, missing_field
 from verl_ray.data.prompts import fitting_rows
 from verl_ray.data.records import Reading
-from verl_ray.data.row_source import DataSets, Encoded, RowSource
+from verl_ray.data.row_source import DataSets, Encoded
 from verl_ray.errors import DataError
 
 if TYPE_CHECKING:
@@ -55,7 +55,7 @@ class TeacherRecord:
     top_log_probs: Float32
 
 
-class TeacherSource(RowSource[TeacherRecord, TrainingBatch]):
+class TeacherSource(ResponseSource[TeacherRecord]):
     """Data sets of responses with a teacher's most probable tokens."""
 
     unit = "response"
@@ -66,39 +66,20 @@ class TeacherSource(RowSource[TeacherRecord, TrainingBatch]):
         tokenizer: PreTrainedTokenizerBase,
         config: DataFilesConfig,
         *,
-        max_tokens: int,
         top_k: int,
-        seed: int,
-        most_records: int | None = None,
-        may_stream: bool = False,
+        **limits: Any,
     ) -> None:
         """Read the responses, or open the sets that stay on disk.
 
         Args:
-            max_tokens: Limit of prompt and response together (sft.max_tokens).
             top_k: The teacher's most probable tokens that rows have (sft.top_k).
-            most_records: Number of records to read of each set at most; None reads all
-                of them.
-            may_stream: Whether large sets may stay on disk.
+            **limits: Those of `ResponseSource`.
 
         Raises:
             DataError: A record does not fit, or no response remains.
         """
-        self._tokenizer = tokenizer
-        self._config = config
-        self._max_tokens = max_tokens
         self._top_k = top_k
-        super().__init__(
-            data_sets, config, seed, most_records=most_records, may_stream=may_stream
-        )
-
-    def next_batch(self, count: int) -> TrainingBatch:
-        """Return the next `count` rows.
-
-        `loss_weight` makes the loss the mean over all response tokens of the batch.
-        """
-        rows, _ = self._draw(count)
-        return with_mean_weights(rows)
+        super().__init__(data_sets, tokenizer, config, **limits)
 
     def all(self, limit: int | None = None) -> TrainingBatch:
         """Return the first `limit` rows, to measure the likelihood of the responses.
@@ -106,8 +87,7 @@ class TeacherSource(RowSource[TeacherRecord, TrainingBatch]):
         They are in the order of the files, without the teacher's tokens. The cursor
         does not move.
         """
-        rows = self._first_rows(limit)
-        return with_mean_weights(rows).replace(candidates=None, teacher_log_probs=None)
+        return super().all(limit).replace(candidates=None, teacher_log_probs=None)
 
     def _reading(
         self, data_set: DataSet, first: Fields, where: str
@@ -187,7 +167,7 @@ class TeacherSource(RowSource[TeacherRecord, TrainingBatch]):
             response_mask=mask,
             candidates=candidates,
             teacher_log_probs=teacher_log_probs,
-            # A weight depends on the batch: `with_mean_weights` sets it.
+            # A weight depends on the batch, for which `ResponseSource` sets it.
             loss_weight=np.zeros(len(records), dtype=np.float32),
         )
         skipped = {"too_long": len(records) - len(fitting)}
