@@ -308,15 +308,21 @@ class CallRefused(RolloutError):
         message: Explanation for the client.
         param: Field of the call that is the reason, if there is one.
         status: HTTP status.
+        code: Name of the reason that clients know, if there is one.
     """
 
     def __init__(
-        self, message: str, param: str | None = None, status: int = 400
+        self,
+        message: str,
+        param: str | None = None,
+        status: int = 400,
+        code: str | None = None,
     ) -> None:
-        super().__init__(message, param, status)
+        super().__init__(message, param, status, code)
         self.message = message
         self.param = param
         self.status = status
+        self.code = code
 
     def __str__(self) -> str:
         return self.message
