@@ -91,6 +91,7 @@ _TEMPLATE = (
 )
 _GUESSING = "verl_ray.agents.environments.number_guessing:NumberGuessing"
 _CALLING = "scripts.bench.calling_environment:CallingEnvironment"
+_ASKING = "scripts.bench.asking_agent"
 _TOOL_PARSER = "hermes"
 _TURN_TOKENS = 256
 _OTHERS_TOKENS = 256
@@ -110,7 +111,10 @@ _LONG_TURNS = (10, 200)
 _AROUND = 4
 """Turns before a compared one whose median counts with it."""
 
-_PARTS = ("speed", "crowd", "growth")
+_PARTS = ("speed", "http", "crowd", "growth")
+
+Spec = tuple[str, dict[str, object]]
+"""An environment and its options."""
 
 
 @dataclass(frozen=True)
@@ -166,13 +170,18 @@ def _measure(options: argparse.Namespace) -> dict[str, object]:
     figures: dict[str, object] = {}
     with tempfile.TemporaryDirectory() as folder:
         model = _make_model(folder, options.model)
+        sizes = options.episodes, options.at_once, options.turns
         if "speed" in options.only:
-            sizes = options.episodes, options.at_once, options.turns
             figures["speed"] = speed(
                 model, *sizes, options.threads, options.repeats, options.tools
             )
+        if "http" in options.only:
+            figures["http"] = http(
+                model, *sizes, options.threads, options.repeats, options.sessions
+            )
         if "crowd" in options.only:
-            figures["crowd"] = crowd(model, options.crowd, options.turns)
+            guessing = _guessing(options.turns)
+            figures["crowd"] = crowd(model, options.crowd, options.turns, guessing)
         if "growth" in options.only:
             figures["growth"] = growth(model, options.repeats)
     return figures
@@ -201,22 +210,12 @@ def speed(
         repeats: Rounds that count; all sides take turns in each.
         tools: Whether each turn calls a tool.
     """
-    config = _engine_config()
-    context = WorkerContext(
-        "rollout", 0, 1, "cpu", process_group=False, threads=threads,
-        log_path=Path(os.devnull), incarnation=1,
-    )  # fmt: skip
-
+    spec: Spec = (_CALLING, {}) if tools else _guessing(turns)
     measured: list[Round] = []
-    with _pool(
-        lambda: RolloutServer(
-            lambda: start_engine(
-                context, model, config,
-                max_model_len=_row_tokens(turns), seed=0, initial_version=0,
-            )
-        ),
-        model, turns, at_once, tools,
-    ) as (server, pool):  # fmt: skip
+    with _pools(
+        lambda: _with_vllm(model, turns, threads),
+        model, turns, at_once, spec, tools=tools,
+    ) as (server, (pool,)):  # fmt: skip
         for number in rounds(repeats, "agents"):
             measured.append(_round(server, pool, _requests(count, number), at_once))
 
@@ -230,6 +229,72 @@ def speed(
         **_figures(measured[1:]),
         "repeats": repeats,
     }
+
+
+def http(
+    model: str,
+    count: int,
+    at_once: int,
+    turns: int,
+    threads: int,
+    repeats: int,
+    sessions: int,
+) -> dict[str, object]:
+    """Return what an agent over HTTP costs beside the same turns by a coroutine.
+
+    Args:
+        model: The model directory.
+        count: Number of episodes.
+        at_once: Episodes at a time.
+        turns: Turns of an episode.
+        threads: Threads of the engine.
+        repeats: Rounds that count; both sides take turns in each.
+        sessions: Agents at once beside the scripted engine.
+    """
+    own: Spec = (f"{_ASKING}:converse", {"turns": turns})
+    asking: Spec = (f"{_ASKING}:ask", {"turns": turns})
+    speeds: list[list[float]] = []
+    with _pools(
+        lambda: _with_vllm(model, turns, threads), model, turns, at_once, own, asking
+    ) as (server, pools):
+        for number in rounds(repeats, "agents"):
+            speeds.append([])
+            for pool in pools:
+                work = functools.partial(_run, pool, _requests(count, number))
+                episodes, cost = _timed(server, work)
+                rows = [row for each in episodes.values() for row in each.rows]
+                assert sum(len(row.turns) for row in rows) == count * turns
+                speeds[-1].append(sum(sum(row.mask) for row in rows) / cost.wall_s)
+
+    # The first round only warms up.
+    measured = speeds[1:]
+    return {
+        "coroutine_tokens_per_s": round(median(each[0] for each in measured)),
+        "http_tokens_per_s": round(median(each[1] for each in measured)),
+        "ratio": round(median(each[1] / each[0] for each in measured), 3),
+        "repeats": repeats,
+        "sessions": crowd(model, sessions, turns, asking),
+    }
+
+
+def _guessing(turns: int) -> Spec:
+    """Return an environment of so many turns."""
+    return _GUESSING, {"low": 1, "high": 10**6, "max_guesses": turns}
+
+
+def _with_vllm(model: str, turns: int, threads: int) -> RolloutServer:
+    """Start vLLM for rows of so many turns."""
+    config = _engine_config()
+    context = WorkerContext(
+        "rollout", 0, 1, "cpu", process_group=False, threads=threads,
+        log_path=Path(os.devnull), incarnation=1,
+    )  # fmt: skip
+    return RolloutServer(
+        lambda: start_engine(
+            context, model, config,
+            max_model_len=_row_tokens(turns), seed=0, initial_version=0,
+        )
+    )  # fmt: skip
 
 
 def _figures(measured: Sequence[Round]) -> dict[str, object]:
@@ -371,23 +436,24 @@ def _draw(
 # --------------------------------------------------------------- with a scripted engine
 
 
-def crowd(model: str, count: int, turns: int) -> dict[str, object]:
+def crowd(model: str, count: int, turns: int, spec: Spec) -> dict[str, object]:
     """Return what many episodes at once take, in one process of episodes.
 
     Args:
         model: The model directory, for its tokenizer.
         count: Number of episodes, all at once.
         turns: Turns of an episode.
+        spec: The environment.
     """
     tokenizer = load_tokenizer(model)
     words = tokenizer("My guess is 123"[: _SCRIPTED_TOKENS - 1])["input_ids"]
     script = [(token, -1.0) for token in [*words, tokenizer.eos_token_id]]
-    with _pool(
+    with _pools(
         lambda: RolloutServer(
             lambda: _PacedEngine(lambda _: script, initial_version=0)
         ),
-        model, turns, count, tools=False,
-    ) as (server, pool):  # fmt: skip
+        model, turns, count, spec,
+    ) as (server, (pool,)):  # fmt: skip
         pool.take_counts()
         (process,) = _processes_of_episodes()
         with _watched(server, process) as peaks:
@@ -533,33 +599,36 @@ class _TimedSampler:
 
 
 @contextlib.contextmanager
-def _pool(
+def _pools(
     start: Callable[[], RolloutServer],
     model: str,
     turns: int,
     at_once: int,
-    tools: bool,
-) -> Iterator[tuple[RolloutServer, EpisodePool]]:
-    """Start an engine with a process of episodes beside it, and end both afterwards."""
-    guesses = {"low": 1, "high": 10**6, "max_guesses": turns}
-    spec = (_CALLING, {}) if tools else (_GUESSING, guesses)
+    *specs: Spec,
+    tools: bool = False,
+) -> Iterator[tuple[RolloutServer, list[EpisodePool]]]:
+    """Start an engine with a process for each environment, and end all afterwards."""
     limits = Limits(
         max_turns=turns,
         max_tokens=turns * _TURN_TOKENS,
         context_tokens=_row_tokens(turns),
         max_turn_tokens=_TURN_TOKENS,
     )
-    episode_start = EpisodeStart({"default": spec}, model, limits, _TEMPLATE)
     server = start()
-    with contextlib.closing(server):
+    with contextlib.ExitStack() as stack:
+        stack.callback(server.close)
         parser = _TOOL_PARSER if tools else None
         reader = ActionReader(load_tokenizer(model, _TEMPLATE), parser)
-        pool = EpisodePool(
-            server, episode_start, reader,
-            num_processes=1, most_open=at_once, stall_s=120.0,
-        )  # fmt: skip
-        with contextlib.closing(pool):
-            yield server, pool
+        pools = []
+        for spec in specs:
+            episodes = EpisodeStart({"default": spec}, model, limits, _TEMPLATE)
+            pool = EpisodePool(
+                server, episodes, reader,
+                num_processes=1, most_open=at_once, stall_s=120.0,
+            )  # fmt: skip
+            stack.callback(pool.close)
+            pools.append(pool)
+        yield server, pools
 
 
 def _row_tokens(turns: int) -> int:
@@ -614,9 +683,11 @@ def _flags() -> Flags:
         "agents",
         "Measure tokens per second of episodes of several turns, compared with the same"
         " turns drawn without an environment and with as many tokens in one response"
-        " each (speed); what many episodes at once take with an engine that answers"
-        " from a script: lag, files, memory and threads (crowd); and the time of the"
-        " event loop for turn 200 of an episode beside that for turn 10 (growth).",
+        " each (speed); those of an agent that asks over HTTP, compared with the same"
+        " conversation by a coroutine (http); what many episodes at once take with an"
+        " engine that answers from a script: lag, files, memory and threads (crowd); and"
+        " the time of the event loop for turn 200 of an episode beside that for turn 10"
+        " (growth).",
     )
     flags.only(_PARTS, "parts")
     flags.choice("--model", POLICIES, "parameters of the policy")
@@ -625,6 +696,7 @@ def _flags() -> Flags:
     flags.number("--turns", 4, "turns of an episode")
     flags.add_argument("--tools", action="store_true", help="each turn calls a tool")
     flags.number("--threads", cores, "threads of the engine")
+    flags.number("--sessions", 512, "agents at once with the scripted engine")
     flags.number("--crowd", 1000, "episodes at once with the scripted engine")
     flags.number("--repeats", 5, "rounds that count")
     flags.set_defaults(only=_PARTS)

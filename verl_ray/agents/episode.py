@@ -32,6 +32,7 @@ from verl_ray.agents.contract import (
     Policy,
     Sampler,
     Step,
+    Terms,
     ToolSchema,
     message_of,
 )
@@ -70,6 +71,8 @@ async def run_episode(
     limits: Limits,
     environment_seed: int | None = None,
     clock: Clock | None = None,
+    terms: Terms | None = None,
+    tell: Callable[[str], None] = lambda _: None,
 ) -> Episode:
     """Run an episode to its end.
 
@@ -85,6 +88,8 @@ async def run_episode(
         environment_seed: The seed of the environment; None is `seed`. A group shares
             one, or its baseline would compare environments.
         clock: Time of the limits; None is one that never stands still.
+        terms: How the turns are sampled, as agents are told.
+        tell: Says something to whoever watches the run.
 
     Raises:
         CancelledError: The caller was cancelled. `close` was called all the same.
@@ -92,7 +97,7 @@ async def run_episode(
     """
     clock = clock or Clock()
     renderer = renderer.of_record(task.template_arguments)
-    policy = EpisodePolicy(seed, sampler, renderer, limits, clock)
+    policy = EpisodePolicy(seed, sampler, renderer, limits, clock, terms, tell)
     deadline_s = clock.now() + limits.episode_s
     environment_seed = seed if environment_seed is None else environment_seed
     course = _Course(task, environment_seed, policy, limits, clock, deadline_s)
@@ -104,6 +109,7 @@ async def run_episode(
     finally:
         # A task that an environment left behind gets no further turn.
         policy.over(End.ABORTED)
+        policy.is_closed = True
     if policy.failure is not None:
         raise policy.failure
 

@@ -7,10 +7,13 @@ turn is sampled.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import math
-from collections.abc import Awaitable, Sequence
+from collections import Counter
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from verl_ray.agents.contract import (
     Action,
@@ -19,13 +22,14 @@ from verl_ray.agents.contract import (
     Message,
     Sampled,
     Sampler,
+    Terms,
     ToolSchema,
     message_of,
 )
 from verl_ray.agents.deadlines import Clock, Late, bounded
 from verl_ray.agents.returned import number_of, require_json, require_sampling
 from verl_ray.agents.template import Renderer, TextTooLong
-from verl_ray.agents.transcript import Transcript, TurnPrompt
+from verl_ray.agents.transcript import SampledTurn, Transcript, TurnPrompt
 
 CONTEXT_KEYS = "data.max_prompt_tokens + rollout.max_response_tokens"
 """The settings of a run whose sum is `Limits.context_tokens`."""
@@ -74,6 +78,12 @@ class Limits:
     close_s: float = 10.0
 
 
+Branch = tuple[int, bytes, int]
+"""A turn's number in its path, the digest of its prompt's tokens, and how many turns
+behind the same prompt were asked for before.
+"""
+
+
 def turn_seed(seed: int, turn: int) -> int:
     """Return the seed of a turn, in [0, 2^63).
 
@@ -81,16 +91,36 @@ def turn_seed(seed: int, turn: int) -> int:
         seed: The seed of the episode.
         turn: The number of the turn, from 0.
     """
-    digest = hashlib.blake2b(f"{seed}:turn:{turn}".encode(), digest_size=8).digest()
+    return _seed_of(f"{seed}:turn:{turn}".encode())
+
+
+def branch_seed(seed: int, branch: Branch) -> int:
+    """Return the seed of a turn that may have others beside it, in [0, 2^63).
+
+    Args:
+        seed: The seed of the episode.
+        branch: The place of the turn, which alone decides, whenever others are sampled.
+    """
+    depth, digest, number = branch
+    return _seed_of(f"{seed}:branch:{depth}:{number}:".encode() + digest)
+
+
+def _seed_of(name: bytes) -> int:
+    digest = hashlib.blake2b(name, digest_size=8).digest()
     # Seeds are signed, so the highest bit is left out.
     return int.from_bytes(digest, "little") >> 1
+
+
+class NoPlace(Exception):
+    """A prompt leaves no place for a turn; the message says how long it is."""
 
 
 class EpisodePolicy:
     """The policy in one episode, which counts its turns and keeps their tokens.
 
-    Turns are sampled one after the other, also if an environment asks for several at a
-    time. So each has its number, and what remains of the tokens is known.
+    `respond` samples turns one after the other, also if an environment asks for several
+    at a time. So each has its number, and what remains of the tokens is known. `answer`
+    samples them beside each other, for agents that are programs of their own.
     """
 
     def __init__(
@@ -100,12 +130,20 @@ class EpisodePolicy:
         renderer: Renderer,
         limits: Limits,
         clock: Clock,
+        terms: Terms | None = None,
+        tell: Callable[[str], None] = lambda _: None,
     ) -> None:
         """Begin an episode.
 
         Args:
             seed: The seed of the episode.
+            terms: How its turns are sampled.
+            tell: Says something to whoever watches the run.
         """
+        self.terms = terms or Terms()
+        self.tell = tell
+        self.output = ""
+        """What an agent has printed."""
         self.transcript = Transcript(renderer)
         self.conversations: list[list[Message]] = []
         """Conversations, of which the last one is that of the last turn."""
@@ -121,14 +159,25 @@ class EpisodePolicy:
         self.score = 0.0
         self.metrics: dict[str, float] = {}
 
-        self._renderer = renderer
+        self.renderer = renderer
         self._seed = seed
         self._sampler = sampler
-        self._limits = limits
-        self._clock = clock
+        self.limits = limits
+        self.clock = clock
         self._num_tokens = 0
         self._num_refusals = 0
         self._turn = asyncio.Lock()
+
+        self.is_closed = False
+        """Whether the rows are as they will be, whatever is still being sampled."""
+        self._num_open = 0
+        # Beginnings and ends of turns are events.
+        self._num_events = self._last_call = 0
+        self._has_parallel = False
+        self._num_asked: Counter[bytes] = Counter()
+        self._places: dict[SampledTurn, tuple[int, Branch]] = {}
+        self._last_turns: list[SampledTurn] = []
+        """The turn that ends each conversation."""
 
     @property
     def num_turns(self) -> int:
@@ -170,30 +219,121 @@ class EpisodePolicy:
             known = self.conversations[-1] if self.conversations else ()
             require_json(messages, "respond was given the message", known)
             require_json(tools, "respond was given the tool")
-            prompt, most, limit = self._prompt(messages, tools)
-            bound = min(most, self._limits.max_turn_tokens or most, max_tokens or most)
-            sampled = await self._sample(prompt, tools, bound, stop)
+            first = self.transcript.turns[0].context if self.num_turns else None
+            try:
+                prompt, most, limit = self._prompt(messages, tools, first)
+            except NoPlace as error:
+                raise self._overflowing(str(error)) from None
+            bound = min(most, self.limits.max_turn_tokens or most, max_tokens or most)
+            seed = turn_seed(self._seed, self.num_turns)
+            sampled = await self._sample(prompt, tools, bound, stop, seed)
             # The episode may have ended meanwhile; its rows do not change any more.
             self._require_open()
             self._record(prompt, sampled, bound)
             action = sampled.action
-            self._keep(messages, action)
+            self._keep(messages, self.transcript.turns[-1])
             is_cut = action.finish == "length" and bound == most
             self.cut = limit if is_cut else None
-
-            self.num_tool_calls += len(action.tool_calls)
-            most_calls = self._limits.max_tool_calls
-            if most_calls is not None and self.num_tool_calls > most_calls:
-                raise self.over(End.MAX_TOOL_CALLS)
+            self._count_calls(action)
             return action
+
+    async def answer(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[ToolSchema] = (),
+        *,
+        stop: Sequence[str] = (),
+        max_tokens: int | None = None,
+        constraint: Mapping[str, Any] | None = None,
+    ) -> tuple[Sampled, int]:
+        """Return a turn after these messages, and the tokens of its prompt.
+
+        Others may be sampled at the same time. Its seed follows from its own branch, so
+        that who is asked first, or is done first, makes no difference. Only the limit
+        `max_tokens` lets turns wait for each other: what remains has to be known.
+
+        Args:
+            constraint: What constrains the tokens; see `Sampler`.
+
+        Raises:
+            EpisodeEnded: A limit of the episode is reached.
+            NoPlace: The prompt leaves no place for a turn; the episode goes on.
+            DataError: The chat template refuses the messages.
+            Exception: Whatever the sampler raises.
+        """
+        self._require_open()
+        waits = contextlib.nullcontext()
+        async with self._turn if self.limits.max_tokens is not None else waits:
+            self._require_open()
+            prompt, most, limit = self._prompt(messages, tools, None)
+            digest = hashlib.blake2b(prompt.tokens.tobytes(), digest_size=16).digest()
+            branch = (prompt.depth, digest, self._num_asked[digest])
+            self._num_asked[digest] += 1
+            self._num_events += 1
+            self._last_call = self._num_events
+            self._has_parallel |= self._num_open > 0
+            bound = min(most, self.limits.max_turn_tokens or most, max_tokens or most)
+            seed = branch_seed(self._seed, branch)
+            self._num_open += 1
+            try:
+                sampled = await self._sample(
+                    prompt, tools, bound, stop, seed, constraint
+                )
+            finally:
+                self._num_open -= 1
+            # A limit that another turn has reached meanwhile does not undo this one.
+            if self.is_closed:
+                self._require_open()
+            turn = self._record(prompt, sampled, bound)
+            self._num_events += 1
+            self._places[turn] = (self._num_events, branch)
+            self._keep(messages, turn)
+            is_cut = sampled.action.finish == "length" and bound == most
+            self.cut = limit if is_cut else None
+            self._count_calls(sampled.action)
+            return sampled, len(prompt.tokens)
+
+    def settle(self) -> None:
+        """Order what was sampled: no further turn is recorded.
+
+        Turns of which none was sampled beside another stay in the order of time. That
+        of others is chance, so they are ordered by what they answer; but the last turn
+        in time stays the last.
+        """
+        self.is_closed = True
+        if not self._has_parallel:
+            return
+
+        def place(turn: SampledTurn) -> tuple[bool, Branch]:
+            ended, branch = self._places[turn]
+            return (ended > self._last_call, branch)
+
+        self.transcript.turns.sort(key=place)
+        spoken = sorted(
+            zip(self._last_turns, self.conversations, strict=True),
+            key=lambda pair: place(pair[0]),
+        )
+        self.conversations = [messages for _, messages in spoken]
+
+    def num_prompt_tokens(
+        self, messages: Sequence[Message], tools: Sequence[ToolSchema]
+    ) -> int:
+        """Return how many tokens a conversation has up to its next turn.
+
+        Raises:
+            DataError: The chat template refuses the messages.
+            TextTooLong: They are more than the model's context.
+        """
+        most = self.limits.context_tokens
+        return len(self.transcript.prompt(messages, tools, most).tokens)
 
     def as_read(self, messages: Sequence[Message]) -> list[Message]:
         """Return what a step adds to the conversation, with long results shortened."""
-        most = self._limits.max_result_tokens
+        most = self.limits.max_result_tokens
         if most is None:
             return list(messages)
         return [
-            self._renderer.shortened(message, most)
+            self.renderer.shortened(message, most)
             if isinstance(message, dict) and message.get("role") == "tool"
             else message
             for message in messages
@@ -255,38 +395,59 @@ class EpisodePolicy:
         if self.end is not None:
             raise EpisodeEnded(self.end)
 
-    def _keep(self, messages: Sequence[Message], action: Action) -> None:
+    def _keep(self, messages: Sequence[Message], turn: SampledTurn) -> None:
         """Keep the conversation of a turn, in the place of the one it continues."""
         spoken = list(messages)
         for number in reversed(range(len(self.conversations))):
             earlier = self.conversations[number]
             if spoken[: len(earlier)] == earlier:
                 del self.conversations[number]
+                del self._last_turns[number : number + 1]
                 break
-        self.conversations.append([*spoken, message_of(action)])
+        self._last_turns.append(turn)
+        self.conversations.append([*spoken, message_of(turn.sampled.action)])
+
+    def _count_calls(self, action: Action) -> None:
+        """Count the tool calls of a turn.
+
+        Raises:
+            EpisodeEnded: They are more than an episode may have.
+        """
+        self.num_tool_calls += len(action.tool_calls)
+        most = self.limits.max_tool_calls
+        if most is not None and self.num_tool_calls > most:
+            raise self.over(End.MAX_TOOL_CALLS)
 
     def _prompt(
-        self, messages: Sequence[Message], tools: Sequence[ToolSchema]
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[ToolSchema],
+        first: Sequence[int] | None,
     ) -> tuple[TurnPrompt, int, End]:
         """Return the prompt of the next turn, its most tokens, and what limits them.
 
+        Args:
+            first: The first prompt, beyond which a row is bounded; None is that of the
+                row itself.
+
         Raises:
             EpisodeEnded: A limit of the episode is reached.
+            NoPlace: The prompt leaves no place for a turn.
         """
-        if self.num_turns >= self._limits.max_turns:
+        if self.num_turns + self._num_open >= self.limits.max_turns:
             raise self.over(End.MAX_TURNS)
         remaining = self._remaining_tokens()
         if remaining < 1:
             raise self.over(End.MAX_TOKENS)
 
-        most = self._most_prompt_tokens()
+        most = self._most_tokens(first)
         try:
-            prompt = self.transcript.prompt(messages, tools, most)
+            prompt = self.transcript.prompt(messages, tools, most - 1)
         except TextTooLong as error:
-            raise self._overflowing(f"at least {error.least_tokens}") from None
-        places = self._places_behind(prompt)
+            raise NoPlace(f"at least {error.least_tokens}") from None
+        places = self._most_tokens(first or prompt.first) - len(prompt.tokens)
         if places < 1:
-            raise self._overflowing(str(len(prompt.tokens)))
+            raise NoPlace(str(len(prompt.tokens)))
         limit = End.CONTEXT_OVERFLOW if places < remaining else End.MAX_TOKENS
         return prompt, int(min(remaining, places)), limit
 
@@ -299,39 +460,28 @@ class EpisodePolicy:
         if not self.num_turns:
             self.overflow = (
                 f"its first prompt has {tokens} tokens, and with a turn it may have"
-                f" {self._limits.context_tokens} ({CONTEXT_KEYS})"
+                f" {self.limits.context_tokens} ({CONTEXT_KEYS})"
             )
         return self.over(End.CONTEXT_OVERFLOW)
 
     def _remaining_tokens(self) -> float:
         """Return how many tokens the episode may sample, possibly infinity."""
-        if self._limits.max_tokens is None:
+        if self.limits.max_tokens is None:
             return math.inf
-        return self._limits.max_tokens - self._num_tokens
+        return self.limits.max_tokens - self._num_tokens
 
-    def _most_prompt_tokens(self) -> int:
-        """Return how many tokens a prompt may have that a turn is to follow."""
-        turns = self.transcript.turns
-        return self._most_tokens(len(turns[0].context) if turns else None) - 1
-
-    def _places_behind(self, prompt: TurnPrompt) -> int:
-        """Return how many tokens have a place behind a prompt, in its row."""
-        turns = self.transcript.turns
-        first = turns[0].context if turns else prompt.tokens
-        return self._most_tokens(len(first)) - len(prompt.tokens)
-
-    def _most_tokens(self, num_first: int | None) -> int:
+    def _most_tokens(self, first: Sequence[int] | None) -> int:
         """Return how many tokens a prompt and the turn that follows it may have.
 
         Whether they continue a row or begin one makes no difference.
 
         Args:
-            num_first: Tokens of the first prompt of the episode; None until it is made.
+            first: The first prompt; None until it is made.
         """
-        most = self._limits.context_tokens
-        if self._limits.row_tokens is None or num_first is None:
+        most = self.limits.context_tokens
+        if self.limits.row_tokens is None or first is None:
             return most
-        return min(most, num_first + self._limits.row_tokens)
+        return min(most, len(first) + self.limits.row_tokens)
 
     async def _sample(
         self,
@@ -339,35 +489,47 @@ class EpisodePolicy:
         tools: Sequence[ToolSchema],
         max_tokens: int,
         stop: Sequence[str],
+        seed: int,
+        constraint: Mapping[str, Any] | None = None,
     ) -> Sampled:
-        until_s = self._clock.now() + self._limits.model_s
+        until_s = self.clock.now() + self.limits.model_s
 
-        # A sampler need not know of texts that nobody names.
-        texts = {"stop": stop} if stop else {}
+        # A sampler need not know of what nobody names.
+        terms: dict[str, Any] = {"stop": stop} if stop else {}
+        if constraint is not None:
+            terms["constraint"] = constraint
 
         def sample() -> Awaitable[Sampled]:
             return self._sampler.sample(
                 prompt.tokens,
-                seed=turn_seed(self._seed, self.num_turns),
+                seed=seed,
                 max_tokens=max_tokens,
                 tools=tools,
-                **texts,
+                **terms,
             )
 
         try:
-            return await bounded(sample, self._clock, until_s, self._limits.close_s)
+            return await bounded(sample, self.clock, until_s, self.limits.close_s)
         except Late:
             raise self.over(End.MODEL_TIMEOUT) from None
         except EpisodeEnded as ended:
             raise self.over(ended.end) from None
         except Exception as error:
-            self.failure = error
+            # A constraint may be what the sampler refuses.
+            if constraint is None:
+                self.failure = error
             raise
 
-    def _record(self, prompt: TurnPrompt, sampled: Sampled, max_tokens: int) -> None:
+    def _record(
+        self,
+        prompt: TurnPrompt,
+        sampled: Sampled,
+        max_tokens: int,
+    ) -> SampledTurn:
         try:
-            self.transcript.record(prompt, sampled, max_tokens)
+            turn = self.transcript.record(prompt, sampled, max_tokens)
         except ValueError as error:
             self.failure = error
             raise
         self._num_tokens += len(sampled.tokens)
+        return turn

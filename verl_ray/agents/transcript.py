@@ -73,6 +73,16 @@ class TurnPrompt:
     tokens: array[int]
     digest: bytes
 
+    @property
+    def first(self) -> Sequence[int]:
+        """Token ids of the first prompt of its path."""
+        return self.context if self.parent is None else self.parent.path()[0].context
+
+    @property
+    def depth(self) -> int:
+        """Turns of its path."""
+        return 0 if self.parent is None else len(self.parent.path())
+
 
 @dataclass
 class _Seen:
@@ -153,8 +163,13 @@ class Transcript:
             return known, num_known
         return _Seen(tools_bytes, messages_bytes, [_digest(b"", list(tools))]), 0
 
-    def record(self, prompt: TurnPrompt, sampled: Sampled, max_tokens: int) -> None:
-        """Add a turn that was sampled behind a prompt.
+    def record(
+        self,
+        prompt: TurnPrompt,
+        sampled: Sampled,
+        max_tokens: int,
+    ) -> SampledTurn:
+        """Add a turn that was sampled behind a prompt, and return it.
 
         Raises:
             ValueError: The engine returned no tokens, more than `max_tokens`, or
@@ -179,6 +194,7 @@ class Transcript:
         self._path = (turn, prompt.tokens + _ids(sampled.tokens))
         own = message_of(sampled.action)
         self._by_digest[_digest(prompt.digest, own)] = turn
+        return turn
 
     def rows(self) -> list[EpisodeRow]:
         """Return the rows, in the order in which their last turns were sampled."""

@@ -1,0 +1,595 @@
+"""Agents over real clients: what they sample is what is trained, whatever they do."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+from collections import defaultdict
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import aiohttp
+import anthropic
+import openai
+import pytest
+
+from tests.agents.templates import PRESERVING, STRIPPING, tokenizer_with
+from verl_ray.agents.contract import (
+    Action,
+    End,
+    Episode,
+    EpisodeTask,
+    Sampled,
+    Terms,
+    ToolCall,
+    ToolSchema,
+)
+from verl_ray.agents.episode import run_episode
+from verl_ray.agents.gateway.launch import Agent, AgentFailed, Door
+from verl_ray.agents.gateway.server import run_of
+from verl_ray.agents.policy import Limits
+from verl_ray.agents.template import Renderer
+
+TOKENIZER = tokenizer_with(PRESERVING)
+WIDE = Limits(max_turns=50, context_tokens=4000, close_s=2.0)
+TASK = EpisodeTask([{"role": "user", "content": "58*31+25"}], answer="1823")
+ADD: Any = {
+    "type": "function",
+    "function": {
+        "name": "add",
+        "description": "Add.",
+        "parameters": {
+            "type": "object",
+            "properties": {"a": {"type": "number"}, "b": {"type": "number"}},
+        },
+    },
+}
+
+_CALL = re.compile(r"<tool_call>\n(.*?)\n</tool_call>", re.DOTALL)
+
+
+def read(tokens: Sequence[int], text: str, finish: str) -> Action:
+    """Take calls as Hermes writes them, and thoughts between their marks."""
+    content = text
+    reasoning = ""
+    if "</think>" in text:
+        reasoning, _, text = text.removeprefix("<think>").partition("</think>")
+    calls = [
+        ToolCall(each["name"], each["arguments"])
+        for each in map(json.loads, _CALL.findall(text))
+    ]
+    said = _CALL.sub("", text).strip()
+    return Action(
+        tokens,
+        said,
+        calls,
+        finish,
+        reasoning=reasoning,
+        content=None if content == said else _CALL.sub("", content).rstrip(),
+    )
+
+
+@dataclass
+class Answers:
+    """A sampler whose turns follow from the prompt, after a time that does as well."""
+
+    text: Callable[[str, int], str]
+    delay_s: Callable[[str], float] = lambda _: 0.0
+
+    def __post_init__(self) -> None:
+        self.prompts: list[str] = []
+        self.seeds: list[int] = []
+
+    async def sample(
+        self,
+        tokens: Sequence[int],
+        *,
+        seed: int,
+        max_tokens: int,
+        tools: Sequence[ToolSchema],
+        stop: Sequence[str] = (),
+    ) -> Sampled:
+        prompt = str(TOKENIZER.decode(list(tokens)))
+        self.prompts.append(prompt)
+        self.seeds.append(seed)
+        await asyncio.sleep(self.delay_s(prompt))
+        text = self.text(prompt, seed)
+        encoded = TOKENIZER(text, add_special_tokens=False)["input_ids"]
+        sampled = [*encoded, TOKENIZER.eos_token_id][:max_tokens]
+        finish = "stop" if len(sampled) > len(encoded) else "length"
+        if finish == "length":
+            text = str(TOKENIZER.decode(sampled))
+        log_probs = [-n / 100 for n in range(1, len(sampled) + 1)]
+        return Sampled(sampled, log_probs, [(0, 3)], read(sampled, text, finish))
+
+
+@dataclass
+class Started:
+    """An agent that is a coroutine function of a test."""
+
+    agent: Callable[[Door], Awaitable[float | None]]
+    reward: Literal["grader", "post", "stdout"] = "grader"
+
+    async def __call__(self, task: EpisodeTask, door: Door) -> float | None:
+        try:
+            return await self.agent(door)
+        finally:
+            for client in _clients.pop(door.api_key, []):
+                await client.close()
+
+
+def play(
+    agent: Callable[[Door], Awaitable[float | None]],
+    text: Callable[[str, int], str] = lambda prompt, _: "Yes.",
+    bounds: Limits = WIDE,
+    *,
+    reward: Literal["grader", "post", "stdout"] = "grader",
+    delay_s: Callable[[str], float] = lambda _: 0.0,
+    template: str = PRESERVING,
+    terms: Terms | None = None,
+    tell: Callable[[str], None] = lambda _: None,
+) -> tuple[Episode, Answers]:
+    sampler = Answers(text, delay_s)
+    episode = asyncio.run(
+        run_episode(
+            run_of(Agent(Started(agent, reward))),
+            TASK,
+            7,
+            sampler,
+            Renderer(tokenizer_with(template)),
+            bounds,
+            terms=terms,
+            tell=tell,
+        )
+    )
+    return episode, sampler
+
+
+def words(episode: Episode) -> list[tuple[str, str]]:
+    """Return the text of each row, and of what is learned from in it."""
+    return [
+        (
+            TOKENIZER.decode(row.tokens),
+            TOKENIZER.decode(
+                [t for t, own in zip(row.tokens, row.mask, strict=True) if own]
+            ),
+        )
+        for row in episode.rows
+    ]
+
+
+_clients: defaultdict[str, list[Any]] = defaultdict(list)
+"""Those of each agent, which are closed with it."""
+
+
+def chat(door: Door, **options: Any) -> openai.AsyncOpenAI:
+    client = openai.AsyncOpenAI(
+        base_url=door.openai_url, api_key=door.api_key, **options
+    )
+    _clients[door.api_key].append(client)
+    return client
+
+
+def sums(prompt: str, _: int) -> str:
+    """Think and call twice; then say the last result."""
+    results = re.findall(r"<\|im_start\|>tool\n(.*?)<\|im_end\|>", prompt)
+    if results:
+        return f"It is {results[-1]}. é"
+    return (
+        "<think>I add.</think>Both:\n"
+        '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": 2}}\n</tool_call>\n'
+        '<tool_call>\n{"name": "add", "arguments": {"a": 3, "b": 4.0}}\n</tool_call>'
+    )
+
+
+ROW = (
+    "<|im_start|>system\nTools:\n{tools}<|im_end|>\n<|im_start|>user\n1+2, 3+4?<|im_end|>\n"
+    "<|im_start|>assistant\n<think>I add.</think>Both:\n"
+)
+
+
+def test_an_echo_stands_for_what_was_sampled() -> None:
+    """With other ids, white space and JSON, and without the thoughts."""
+
+    async def agent(door: Door) -> None:
+        client = chat(door)
+        messages: list[Any] = [{"role": "user", "content": "1+2, 3+4?"}]
+        first = await client.chat.completions.create(
+            model="any", messages=messages, tools=[ADD]
+        )
+        said = first.choices[0].message
+        assert said.content == "Both:" and said.tool_calls is not None
+        assert first.choices[0].finish_reason == "tool_calls"
+        calls = [
+            {
+                "id": f"mine {number}",
+                "type": "function",
+                "function": {
+                    "name": each.function.name,  # type: ignore[union-attr]
+                    "arguments": text,
+                },
+            }
+            for number, (each, text) in enumerate(
+                zip(said.tool_calls, ('{"b":2,  "a":1}', '{"a":3,"b":4}'), strict=True)
+            )
+        ]
+        messages += [
+            {"role": "assistant", "content": " Both :\n", "tool_calls": calls},
+            # The results come in another order than the calls.
+            {"role": "tool", "tool_call_id": "mine 1", "content": "7"},
+            {"role": "tool", "tool_call_id": "mine 0", "content": "3"},
+        ]
+        second = await client.chat.completions.create(
+            model="any", messages=messages, tools=[ADD]
+        )
+        assert second.choices[0].message.content == "It is 7. é"
+        # One that the policy has not said begins a row, and nothing is learned from it.
+        messages[1]["content"] = "Neither:"
+        await client.chat.completions.create(
+            model="any", messages=messages, tools=[ADD]
+        )
+
+    episode, sampler = play(agent, sums)
+    assert (episode.end, episode.num_turns, episode.score) == (End.COMPLETED, 3, 0.0)
+    (row, learned), (forged, learned_there) = words(episode)
+    assert learned == sums("", 0) + "<|im_end|>It is 7. é<|im_end|>"
+    assert row == sampler.prompts[1] + "It is 7. é<|im_end|>"
+    assert sampler.prompts[1].startswith(sampler.prompts[0] + sums("", 0))
+    assert "tool\n3<|im_end|>\n<|im_start|>tool\n7<" in row
+    assert learned_there == "It is 7. é<|im_end|>" and "Neither:" in forged
+    assert (
+        episode.rows[0].log_probs[-1]
+        == -(len(TOKENIZER("It is 7. é")["input_ids"]) + 1) / 100
+    )
+    # The grader sees the whole of it.
+    assert [each["role"] for each in episode.conversations[0]] == [
+        "user", "assistant", "tool", "tool", "assistant",
+    ]  # fmt: skip
+
+
+async def _by_chat(door: Door) -> None:
+    client = chat(door)
+    messages: list[Any] = [
+        {"role": "system", "content": "Add."},
+        {"role": "user", "content": "1+2, 3+4?"},
+    ]
+    reply = await client.chat.completions.create(
+        model="m", messages=messages, tools=[ADD]
+    )
+    said = reply.choices[0].message
+    messages.append(said.model_dump(exclude_none=True))
+    for call, result in zip(said.tool_calls or (), "37", strict=True):
+        messages.append({"role": "tool", "tool_call_id": call.id, "content": result})
+    stream = await client.chat.completions.create(
+        model="m", messages=messages, tools=[ADD], stream=True
+    )
+    parts = [part.choices[0].delta.content or "" async for part in stream]
+    assert "".join(parts) == "It is 7. é"
+
+
+async def _by_responses(door: Door) -> None:
+    client = chat(door)
+    tool: Any = {"type": "function", "strict": False, **ADD["function"]}
+    options: Any = {"model": "m", "instructions": "Add.", "tools": [tool]}
+    first = await client.responses.create(input="1+2, 3+4?", **options)
+    calls = [item for item in first.output if item.type == "function_call"]
+    results: Any = [
+        {"type": "function_call_output", "call_id": call.call_id, "output": result}
+        for call, result in zip(calls, "37", strict=True)
+    ]
+    async with client.responses.stream(
+        input=results, previous_response_id=first.id, **options
+    ) as stream:
+        second = await stream.get_final_response()
+    assert second.output_text == "It is 7. é"
+
+
+async def _by_messages(door: Door) -> None:
+    client = anthropic.AsyncAnthropic(base_url=door.anthropic_url, api_key=door.api_key)
+    _clients[door.api_key].append(client)
+    messages: list[Any] = [{"role": "user", "content": "1+2, 3+4?"}]
+    tool: Any = {
+        "name": "add",
+        "description": "Add.",
+        "input_schema": ADD["function"]["parameters"],
+    }
+    options: Any = {"model": "m", "max_tokens": 500, "system": "Add.", "tools": [tool]}
+    counted = await client.messages.count_tokens(
+        messages=messages, model="m", system="Add.", tools=[tool]
+    )
+    first = await client.messages.create(messages=messages, **options)
+    assert first.usage.input_tokens == counted.input_tokens > 50
+    calls = [block for block in first.content if block.type == "tool_use"]
+    results = [
+        {"type": "tool_result", "tool_use_id": call.id, "content": result}
+        for call, result in zip(calls, "37", strict=True)
+    ]
+    messages += [
+        {"role": "assistant", "content": first.content},
+        {"role": "user", "content": results},
+    ]
+    async with client.messages.stream(messages=messages, **options) as stream:
+        second = await stream.get_final_message()
+    assert second.content[-1].text == "It is 7. é"  # type: ignore[union-attr]
+
+
+def test_the_same_conversation_has_the_same_tokens_in_each_protocol() -> None:
+    episodes = [play(each, sums) for each in (_by_chat, _by_responses, _by_messages)]
+    (row,) = episodes[0][0].rows
+    for episode, sampler in episodes:
+        assert episode.rows == [row]
+        assert sampler.seeds == episodes[0][1].seeds
+
+
+def test_a_request_that_comes_again_is_answered_from_the_record() -> None:
+    async def agent(door: Door) -> None:
+        messages: Any = [{"role": "user", "content": "slow"}]
+        # Its client asks again after a tenth of the time that the turn takes.
+        client = chat(door, timeout=0.2, max_retries=8)
+        first = await client.chat.completions.create(model="m", messages=messages)
+
+        # Another asks again without saying so, and has lost the answer.
+        body = {"model": "m", "messages": [{"role": "user", "content": "slower"}]}
+        url = f"{door.openai_url}/chat/completions"
+        headers = {"Authorization": f"Bearer {door.api_key}"}
+        async with aiohttp.ClientSession(headers=headers) as session:
+            with pytest.raises(TimeoutError):
+                async with asyncio.timeout(0.1):
+                    await session.post(url, json=body)
+            texts = []
+            # Whoever has the answer and asks the same asks for another turn.
+            for _ in range(2):
+                async with session.post(url, json=body) as reply:
+                    whole = await reply.json()
+                    texts.append(whole["choices"][0]["message"]["content"])
+        assert first.choices[0].message.content and texts[0] != texts[1]
+
+    episode, sampler = play(
+        agent,
+        lambda prompt, seed: f"{seed % 1000}",
+        delay_s=lambda prompt: 0.5 if "slow" in prompt else 0.0,
+    )
+    assert (episode.num_turns, len(sampler.prompts), len(episode.rows)) == (3, 3, 3)
+    assert len(set(sampler.seeds)) == 3
+
+
+@pytest.mark.parametrize("slow", ["A", "B"])
+def test_parallel_calls_are_branches_in_any_order(slow: str) -> None:
+    """Their rows, seeds and numbers do not depend on which is done first."""
+
+    async def agent(door: Door) -> None:
+        client = chat(door)
+        plan: Any = {"role": "user", "content": "Plan."}
+
+        async def helped(name: str) -> str | None:
+            messages: list[Any] = [plan, {"role": "user", "content": name}]
+            for _ in range(2):
+                reply = await client.chat.completions.create(
+                    model="m", messages=messages
+                )
+                said = reply.choices[0].message.content
+                messages += [
+                    {"role": "assistant", "content": said},
+                    {"role": "user", "content": "Go on."},
+                ]
+            return said
+
+        said = await asyncio.gather(*map(helped, "AB"))
+        several = await client.chat.completions.create(
+            model="m", messages=[{"role": "user", "content": str(said)}], n=2
+        )
+        assert len({each.message.content for each in several.choices}) == 2
+
+    def delay_s(prompt: str) -> float:
+        return 0.1 if f"\n{slow}<" in prompt else 0.02
+
+    episode, _ = play(agent, lambda prompt, seed: f"{seed % 10**6}", delay_s=delay_s)
+    assert episode.num_turns == 6
+    other, _ = play(
+        agent, lambda prompt, seed: f"{seed % 10**6}", delay_s=lambda _: 0.05
+    )
+    assert episode.rows == other.rows and len(episode.rows) == 4
+    assert episode.conversations == other.conversations
+    assert episode.response == other.response
+    turns = sorted(number for row in episode.rows for number in row.turns)
+    assert turns == list(range(6))
+
+
+def test_a_limit_ends_an_episode_and_a_long_prompt_does_not() -> None:
+    late: dict[str, Any] = {}
+
+    async def agent(door: Door) -> float:
+        client = chat(door)
+        ask = client.chat.completions.create
+        long: Any = [{"role": "user", "content": "x" * 5000}]
+        with pytest.raises(openai.BadRequestError) as error:
+            await ask(model="m", messages=long)
+        assert error.value.code == "context_length_exceeded"
+        short: Any = [{"role": "user", "content": "x"}]
+        for _ in range(2):
+            await ask(model="m", messages=short)
+        with pytest.raises(openai.PermissionDeniedError, match="max_turns"):
+            await ask(model="m", messages=short)
+        late.update(url=door.openai_url, key=door.api_key)
+        return 0.5
+
+    async def course() -> Episode:
+        bounds = Limits(max_turns=2, context_tokens=4000, close_s=2.0)
+        episode = await run_episode(
+            run_of(Agent(Started(agent))),
+            TASK, 7, Answers(lambda *_: "Yes."), Renderer(TOKENIZER), bounds,
+        )  # fmt: skip
+        # What an agent has started may go on to ask.
+        key = {"base_url": late["url"], "api_key": late["key"]}
+        async with openai.AsyncOpenAI(**key) as client:
+            with pytest.raises(openai.AuthenticationError):
+                await client.models.list()
+        return episode
+
+    episode = asyncio.run(course())
+    assert (episode.end, episode.score, episode.num_turns) == (End.MAX_TURNS, 0.5, 2)
+
+
+async def _fails(door: Door) -> float:
+    long: Any = [{"role": "user", "content": "x" * 5000}]
+    await chat(door).chat.completions.create(model="m", messages=TASK.messages)  # type: ignore[arg-type]
+    await chat(door).chat.completions.create(model="m", messages=long)
+    raise AssertionError
+
+
+async def _insists(door: Door) -> float:
+    client = chat(door)
+    for _ in range(10**6):
+        try:
+            await client.chat.completions.create(model="m", messages=TASK.messages)  # type: ignore[arg-type]
+        except openai.PermissionDeniedError:
+            await asyncio.sleep(0)
+    raise AssertionError
+
+
+async def _breaks(door: Door) -> float:
+    await chat(door).chat.completions.create(model="m", messages=TASK.messages)  # type: ignore[arg-type]
+    raise AgentFailed("exited with status 3")
+
+
+@pytest.mark.parametrize(
+    ("agent", "end", "detail"),
+    [
+        (_fails, End.CONTEXT_OVERFLOW, ""),
+        (_insists, End.MAX_TURNS, ""),
+        (_breaks, End.ENVIRONMENT_FAILED, "exited with status 3"),
+    ],
+)
+def test_an_agent_that_gives_up_ends_as_what_it_was_told(
+    agent: Callable[[Door], Awaitable[float]], end: End, detail: str
+) -> None:
+    bounds = Limits(max_turns=2, context_tokens=4000, close_s=2.0)
+    episode, _ = play(agent, bounds=bounds)
+    assert (episode.end, episode.score) == (end, 0.0)
+    assert detail in episode.detail
+
+
+def test_a_reward_is_posted_once() -> None:
+    async def agent(door: Door) -> None:
+        await chat(door).chat.completions.create(model="m", messages=TASK.messages)  # type: ignore[arg-type]
+        headers = {"x-api-key": door.api_key}
+        async with aiohttp.ClientSession(headers=headers) as session:
+            for value, status in ((None, 400), (0.25, 200), (0.25, 200), (1, 409)):
+                url = f"{door.openai_url}/reward"
+                async with session.post(url, json={"reward": value}) as reply:
+                    assert reply.status == status
+
+    episode, _ = play(agent, reward="post")
+    assert (episode.end, episode.score) == (End.COMPLETED, 0.25)
+    assert episode.rows[0].rewards == [(len(episode.rows[0].tokens) - 1, 0.25)]
+
+    async def silent(door: Door) -> None:
+        await chat(door).chat.completions.create(model="m", messages=TASK.messages)  # type: ignore[arg-type]
+
+    episode, _ = play(silent, reward="post")
+    assert episode.end is End.ENVIRONMENT_FAILED
+    assert "without a reward" in episode.detail
+
+
+@pytest.mark.parametrize("trains", [True, False])
+def test_the_run_decides_how_turns_are_sampled(trains: bool) -> None:
+    async def agent(door: Door) -> None:
+        ask = chat(door).chat.completions.create
+        options: Any = {"model": "m", "messages": TASK.messages}
+        await ask(**options, temperature=1.0, top_p=0.5)
+        await ask(**options, temperature=0.0, seed=1)
+        await ask(**options, temperature=0.1)
+        if trains:
+            with pytest.raises(openai.BadRequestError, match="evaluations only"):
+                await ask(**options, response_format={"type": "json_object"})
+
+    texts: list[str] = []
+    terms = Terms(1.0, 0.5, -1, trains=trains, model="mine")
+    episode, _ = play(agent, terms=terms, tell=texts.append)
+    assert episode.metrics == {"other_sampling": 2.0}
+    assert len(texts) == 2 and "seed, temperature" in texts[0]
+
+
+def test_a_hostile_agent_stops_nobody() -> None:
+    """It guesses, floods, sends too much and reads nothing; another agent goes on."""
+    seen: dict[str, int] = {}
+
+    async def hostile(door: Door) -> None:
+        url = f"{door.openai_url}/chat/completions"
+        body = {"model": "m", "stream": True, "messages": TASK.messages}
+        mine = {"Authorization": f"Bearer {door.api_key}"}
+        async with aiohttp.ClientSession() as session:
+            for secret in ("", "sk-", door.api_key[:-1], "é"):
+                headers = {"Authorization": f"Bearer {secret}"}
+                async with session.post(url, json=body, headers=headers) as reply:
+                    assert reply.status == 401
+                    assert door.api_key not in await reply.text()
+            for data in (b"[" * 100_000, b"{", b"[]", b'{"messages": 3}'):
+                headers = {**mine, "Content-Type": "application/json"}
+                async with session.post(url, data=data, headers=headers) as reply:
+                    assert reply.status == 400
+            # Refused by its head, or while it comes.
+            try:
+                async with session.post(url, data=b" " * 10**8, headers=mine) as reply:
+                    assert reply.status == 413
+            except aiohttp.ClientConnectionError:
+                pass
+
+        host, _, port = door.anthropic_url.removeprefix("http://").partition(":")
+        text = json.dumps(body)
+        request = (
+            f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\n"
+            f"Authorization: Bearer {door.api_key}\r\n"
+            f"Content-Type: application/json\r\nContent-Length: {len(text)}\r\n\r\n{text}"
+        )
+        # They ask and never read, or say nothing at all.
+        for number in range(400):
+            _, writer = await asyncio.open_connection(host, int(port))
+            if number % 2:
+                writer.write(request.encode())
+                await writer.drain()
+            seen["connections"] = number + 1
+
+    async def other(door: Door) -> float:
+        client = chat(door, timeout=5.0, max_retries=0)
+        for _ in range(20):
+            await client.chat.completions.create(model="m", messages=TASK.messages)  # type: ignore[arg-type]
+        return 1.0
+
+    async def both() -> list[Episode]:
+        bounds = Limits(max_turns=1000, context_tokens=4000, close_s=2.0)
+        return await asyncio.gather(
+            *(
+                run_episode(
+                    run_of(Agent(Started(agent))),
+                    TASK, 7, Answers(lambda *_: "Yes." * 100), Renderer(TOKENIZER), bounds,
+                )
+                for agent in (hostile, other)
+            )
+        )  # fmt: skip
+
+    first, second = asyncio.run(both())
+    assert first.end is End.COMPLETED and seen["connections"] == 400
+    assert second.detail == ""
+    assert (second.end, second.score, second.num_turns) == (End.COMPLETED, 1.0, 20)
+
+
+def test_thoughts_that_a_template_drops_begin_a_row() -> None:
+    """As in deployment, and each sampled token is learned from once."""
+
+    async def agent(door: Door) -> None:
+        client = chat(door)
+        messages: list[Any] = [{"role": "user", "content": "a"}]
+        for _ in range(2):
+            reply = await client.chat.completions.create(model="m", messages=messages)
+            said = reply.choices[0].message
+            messages += [
+                said.model_dump(exclude_none=True),
+                {"role": "user", "content": "b"},
+            ]
+
+    episode, _ = play(agent, lambda *_: "<think>hm</think>\n\nYes.", template=STRIPPING)
+    learned = [text for _, text in words(episode)]
+    assert learned == ["<think>hm</think>\n\nYes.<|im_end|>"] * 2
