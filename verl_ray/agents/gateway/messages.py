@@ -1,0 +1,284 @@
+"""Messages of Anthropic's API, as agents send and read them.
+
+Invariant: what `read` returns holds all that a body asks for. A field that changes no
+token is accepted, and any other is refused by its name.
+
+Thoughts are blocks of the type thinking, without a signature. How much the policy
+thinks is its own: `thinking`, `output_config.effort`, and a tool's `strict`, which
+agents send by default, are accepted without effect. A block of a system prompt that
+begins with x-anthropic-billing-header is no text: Claude Code writes another into each
+request.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from verl_ray.agents.contract import Message
+from verl_ray.agents.gateway.calls import CallReply, Event, ModelCall, Protocol
+from verl_ray.agents.gateway.conversation import (
+    MOST_STOP_TEXTS,
+    AssistantTurn,
+    as_json,
+    constrained,
+    heard,
+    in_order,
+    joined,
+    result,
+    sampling,
+    served,
+    stop_text,
+    text_of,
+    tool,
+)
+from verl_ray.agents.gateway.fields import Fields
+from verl_ray.errors import CallRefused
+
+WITHOUT_EFFECT = frozenset(
+    {
+        "billing_policy",
+        "cache_control",
+        "diagnostics",
+        "fallback_credit_token",
+        "fallbacks",
+        "inference_geo",
+        "metadata",
+        "model",
+        "service_tier",
+        "speed",
+        "thinking",
+        "user_profile_id",
+        "workspace_id",
+    }
+)
+
+NEUTRAL: Mapping[str, Sequence[Any]] = {
+    "context_management": (
+        {},
+        {"edits": []},
+        {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]},
+    ),
+    "mcp_servers": ([],),
+}
+
+ERROR_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    504: "timeout_error",
+    529: "overloaded_error",
+}
+
+BILLING_HEADER = "x-anthropic-billing-header"
+
+
+class MessagesProtocol(Protocol):
+    """Requests and answers of /v1/messages and /v1/messages/count_tokens."""
+
+    def read(self, body: Mapping[str, Any]) -> ModelCall:
+        """Return the call of a request's body; see `Protocol.read`."""
+        call = self.read_count(body)
+        if call.max_tokens is None:
+            why = "max_tokens: expected a number of tokens, but it is missing"
+            raise CallRefused(why, "max_tokens")
+        return call
+
+    def read_count(self, body: Mapping[str, Any]) -> ModelCall:
+        """Return the call of a body that need not say `max_tokens`.
+
+        Raises:
+            CallRefused: As in `read`.
+        """
+        fields = Fields.in_body(body)
+        messages = _system(fields)
+        for each in fields.parts("messages"):
+            messages += _messages(each)
+        if not messages:
+            raise fields.refusal("messages", "expected at least one message")
+        if messages[-1]["role"] == "assistant":
+            why = "the last is the assistant's, and the policy begins its turns itself"
+            raise fields.refusal("messages", f"{why}; end with another message")
+
+        output = fields.within("output_config")
+        tools = [tool(each, "custom", "input_schema") for each in fields.parts("tools")]
+        tools, constraint = constrained(fields, tools, output.within("format"))
+        output.close({"effort"})
+        call = ModelCall(
+            messages=in_order(messages),
+            tools=tools,
+            stop=fields.texts("stop_sequences", MOST_STOP_TEXTS),
+            max_tokens=fields.count("max_tokens"),
+            is_stream=fields.take("stream", bool) or False,
+            sampling=sampling(fields),
+            constraint=constraint,
+        )
+        fields.close(WITHOUT_EFFECT, NEUTRAL)
+        return call
+
+    def count(self, num: int) -> dict[str, Any]:
+        """Return the body of an answer that says how many tokens a prompt has."""
+        return {"input_tokens": num}
+
+    def whole(self, call: ModelCall, reply: CallReply) -> dict[str, Any]:
+        """Return the body of an answer that is sent at once."""
+        (choice,) = reply.choices
+        blocks = _blocks(served(choice, call.stop))
+        return {**self._head(reply), "content": blocks, **_ending(call, reply)}
+
+    def events(self, call: ModelCall, reply: CallReply) -> Iterator[Event]:
+        """Yield the events of an answer that is streamed, the last one included."""
+        (choice,) = reply.choices
+        started: dict[str, Any] = {
+            **self._head(reply),
+            "content": [],
+            "stop_reason": None,
+            "stop_sequence": None,
+        }
+        started["usage"] = {**started["usage"], "output_tokens": 0}
+        events: list[dict[str, Any]] = [{"type": "message_start", "message": started}]
+        for index, block in enumerate(_blocks(served(choice, call.stop))):
+            empty, delta = _begun(block)
+            place = {"index": index}
+            start = {"type": "content_block_start", **place, "content_block": empty}
+            events.append(start)
+            events.append({"type": "content_block_delta", **place, "delta": delta})
+            events.append({"type": "content_block_stop", **place})
+        usage = self._head(reply)["usage"]
+        end = {"type": "message_delta", "delta": _ending(call, reply), "usage": usage}
+        events += [end, {"type": "message_stop"}]
+        for event in events:
+            yield event["type"], event
+
+    def response_id(self, reply: CallReply) -> str:
+        """Return the id of an answer."""
+        return f"msg_{reply.number}"
+
+    def error(self, refusal: CallRefused) -> dict[str, Any]:
+        """Return the body of an answer that refuses a call."""
+        usual = "api_error" if refusal.status >= 500 else "invalid_request_error"
+        message = refusal.message
+        if refusal.code == "context_length_exceeded":
+            # Its clients shorten their conversation at these words.
+            message = f"prompt is too long: {message}"
+        kind = ERROR_TYPES.get(refusal.status, usual)
+        return {"type": "error", "error": {"type": kind, "message": message}}
+
+    def _head(self, reply: CallReply) -> dict[str, Any]:
+        return {
+            "id": self.response_id(reply),
+            "type": "message",
+            "role": "assistant",
+            "model": reply.model,
+            "usage": {
+                "input_tokens": reply.num_prompt_tokens,
+                "output_tokens": reply.num_sampled_tokens,
+            },
+        }
+
+
+# ----------------------------------------------------------------------------- requests
+
+
+def _system(fields: Fields) -> list[Message]:
+    """Return the system prompt as a message in front, where there is any."""
+    texts = []
+    for part in fields.content("system"):
+        text = text_of(part, part.require("type", str))
+        if not text.startswith(BILLING_HEADER):
+            texts.append(text)
+    return [{"role": "system", "content": "\n".join(texts)}] if texts else []
+
+
+def _messages(fields: Fields) -> list[Message]:
+    """Return the messages of a message; each result of a tool is one."""
+    role = fields.require("role", str)
+    if role == "assistant":
+        messages = [_assistant(fields)]
+    elif role == "user":
+        messages = _user(fields)
+    else:
+        messages = [heard(fields, role)]
+        fields.within("output_config").close({"effort"})
+    fields.close(neutral={"clear_at": ("never",)})
+    return messages
+
+
+def _user(fields: Fields) -> list[Message]:
+    results: list[Message] = []
+    texts: list[str] = []
+    for block in fields.content("content"):
+        kind = block.require("type", str)
+        if kind != "tool_result":
+            texts.append(text_of(block, kind))
+            continue
+        content = joined(block, "content")
+        if block.take("is_error", bool) and not content.startswith("Error: "):
+            content = f"Error: {content}"
+        results.append(result(block.require("tool_use_id", str), content))
+        block.close({"cache_control"})
+    if texts or not results:
+        results.append({"role": "user", "content": "\n".join(texts)})
+    return results
+
+
+def _assistant(fields: Fields) -> Message:
+    """Return an assistant's message, as an agent repeats it."""
+    turn = AssistantTurn()
+    for block in fields.content("content"):
+        kind = block.require("type", str)
+        if kind == "thinking":
+            turn.thoughts.append(block.require("thinking", str))
+            block.close({"signature"})
+        elif kind == "tool_use":
+            call_id = block.require("id", str)
+            name = block.require("name", str)
+            turn.add_call(call_id, name, block.require("input", dict))
+            block.close({"cache_control"}, {"caller": ({"type": "direct"},)})
+        else:
+            turn.texts.append(text_of(block, kind))
+    return turn.message()
+
+
+# ------------------------------------------------------------------------------ answers
+
+
+def _blocks(message: Message) -> list[dict[str, Any]]:
+    blocks: list[dict[str, Any]] = []
+    if "reasoning" in message:
+        thought = message["reasoning"]
+        blocks.append({"type": "thinking", "thinking": thought, "signature": ""})
+    if message["content"]:
+        blocks.append({"type": "text", "text": message["content"]})
+    for call in message.get("tool_calls", ()):
+        function = call["function"]
+        block = {"type": "tool_use", "id": call["id"], "name": function["name"]}
+        blocks.append({**block, "input": function["arguments"]})
+    return blocks
+
+
+def _begun(block: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return a block as it begins, and the delta that makes it whole."""
+    kind = block["type"]
+    if kind == "tool_use":
+        partial = as_json(block["input"])
+        delta = {"type": "input_json_delta", "partial_json": partial}
+        return {**block, "input": {}}, delta
+    return {**block, kind: ""}, {"type": f"{kind}_delta", kind: block[kind]}
+
+
+def _ending(call: ModelCall, reply: CallReply) -> dict[str, Any]:
+    """Return why a message ends."""
+    (choice,) = reply.choices
+    action = choice.sampled.action
+    end = stop_text(choice, call.stop)
+    reason = "end_turn"
+    if action.finish == "length":
+        reason = "max_tokens"
+    elif action.tool_calls:
+        reason, end = "tool_use", None
+    elif end is not None:
+        reason = "stop_sequence"
+    return {"stop_reason": reason, "stop_sequence": end}

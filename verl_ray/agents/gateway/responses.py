@@ -1,0 +1,291 @@
+"""Responses of OpenAI's API, as agents send and read them.
+
+Invariant: what `read` returns holds all that a body asks for. A field that changes no
+token is accepted, and any other is refused by its name.
+
+Thoughts are items of the type reasoning, with their text in `content`; usage does not
+count their tokens apart. How much the policy thinks or says is its own: `reasoning`,
+`text.verbosity`, and a tool's `strict`, which agents send by default, are accepted
+without effect. So is `store`: an episode knows the ids of its own answers in any case.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from verl_ray.agents.contract import Message
+from verl_ray.agents.gateway.calls import CallReply, Event, ModelCall, Protocol
+from verl_ray.agents.gateway.chat import OPENAI_WITHOUT_EFFECT, openai_error
+from verl_ray.agents.gateway.conversation import (
+    AssistantTurn,
+    arguments_in,
+    as_json,
+    constrained,
+    heard,
+    in_order,
+    joined,
+    result,
+    sampling,
+    served,
+    text_of,
+    tool,
+)
+from verl_ray.agents.gateway.fields import Fields
+from verl_ray.errors import CallRefused
+
+# A policy writes the items of a turn in this order.
+_ITEMS = ("reasoning", "message", "function_call")
+_ID_PREFIXES = {"reasoning": "rs", "message": "msg", "function_call": "fc"}
+
+_TEXTS = ("input_text", "output_text", "text")
+
+WITHOUT_EFFECT = OPENAI_WITHOUT_EFFECT | {
+    "access_programs",
+    "image",
+    # They count and limit tools of OpenAI's own, which are not served.
+    "max_tool_calls",
+    "reasoning",
+}
+
+NEUTRAL: Mapping[str, Sequence[Any]] = {
+    "background": (False,),
+    "context_management": ([],),
+    # Thoughts are not encrypted, so whoever asks for them so gets them as texts.
+    "include": ([], ["reasoning.encrypted_content"]),
+    "parallel_tool_calls": (True,),
+    "top_logprobs": (0,),
+    "truncation": ("disabled",),
+}
+
+_ITEM_WITHOUT_EFFECT = frozenset({"id", "name", "status", "phase"})
+_ITEM_NEUTRAL: Mapping[str, Sequence[Any]] = {
+    "async": (False,),
+    "caller": ({"type": "direct"},),
+    "parsed_arguments": (None,),
+}
+
+
+class ResponsesProtocol(Protocol):
+    """Requests and answers of /v1/responses."""
+
+    def read(self, body: Mapping[str, Any]) -> ModelCall:
+        """Return the call of a request's body; see `Protocol.read`."""
+        fields = Fields.in_body(body)
+        previous = fields.take("previous_response_id", str)
+        messages = _messages(fields.content("input", "input_text"))
+        if not messages and previous is None:
+            raise fields.refusal("input", "expected a text or at least one item")
+        instructions = fields.take("instructions", str)
+        if instructions is not None:
+            messages.insert(0, {"role": "system", "content": instructions})
+
+        text = fields.within("text")
+        tools = [tool(each, "function", "parameters") for each in fields.parts("tools")]
+        tools, constraint = constrained(fields, tools, text.within("format"))
+        text.close({"verbosity"})
+        options = fields.within("stream_options")
+        options.close({"include_obfuscation"})
+        call = ModelCall(
+            messages=in_order(messages),
+            tools=tools,
+            max_tokens=fields.count("max_output_tokens"),
+            is_stream=fields.take("stream", bool) or False,
+            sampling=sampling(fields),
+            constraint=constraint,
+            previous=previous,
+        )
+        fields.close(WITHOUT_EFFECT, NEUTRAL)
+        return call
+
+    def whole(self, call: ModelCall, reply: CallReply) -> dict[str, Any]:
+        """Return the body of an answer that is sent at once."""
+        (choice,) = reply.choices
+        is_cut = choice.sampled.action.finish == "length"
+        reason = {"reason": "max_output_tokens"} if is_cut else None
+        return {
+            **self._head(call, reply),
+            "status": _status(reply),
+            "incomplete_details": reason,
+            "output": _items(reply),
+            "usage": _usage(reply),
+        }
+
+    def events(self, call: ModelCall, reply: CallReply) -> Iterator[Event]:
+        """Yield the events of an answer that is streamed, the last one included."""
+        started = {
+            **self._head(call, reply),
+            "status": "in_progress",
+            "incomplete_details": None,
+            "output": [],
+            "usage": None,
+        }
+        named: list[tuple[str, dict[str, Any]]] = [
+            ("created", {"response": started}),
+            ("in_progress", {"response": started}),
+        ]
+        for index, item in enumerate(_items(reply)):
+            place = {"output_index": index}
+            named += [(name, {**place, **event}) for name, event in _item_events(item)]
+        named.append((_status(reply), {"response": self.whole(call, reply)}))
+
+        for number, (name, event) in enumerate(named):
+            kind = f"response.{name}"
+            yield kind, {"type": kind, "sequence_number": number, **event}
+
+    def response_id(self, reply: CallReply) -> str:
+        """Return the id of an answer, which `previous_response_id` may name."""
+        return f"resp_{reply.number}"
+
+    def error(self, refusal: CallRefused) -> dict[str, Any]:
+        """Return the body of an answer that refuses a call."""
+        return openai_error(refusal)
+
+    def _head(self, call: ModelCall, reply: CallReply) -> dict[str, Any]:
+        is_required = "tools" in (call.constraint or {})
+        return {
+            "id": self.response_id(reply),
+            "object": "response",
+            "created_at": reply.created,
+            "model": reply.model,
+            "error": None,
+            "max_output_tokens": call.max_tokens,
+            "parallel_tool_calls": True,
+            "previous_response_id": call.previous,
+            "tool_choice": "required" if is_required else "auto",
+            "tools": [
+                {"type": "function", "strict": False, **each["function"]}
+                for each in call.tools
+            ],
+            "truncation": "disabled",
+        }
+
+
+# ----------------------------------------------------------------------------- requests
+
+
+def _messages(items: Sequence[Fields]) -> list[Message]:
+    """Return the messages of input items; those of a turn make one message."""
+    messages: list[Message] = []
+    turn: AssistantTurn | None = None
+    last = 0
+
+    for item in items:
+        kind = item.take("type", str) or "message"
+        role = item.require("role", str) if kind == "message" else "assistant"
+        if kind in _ITEMS and role == "assistant":
+            place = _ITEMS.index(kind)
+            begins = place < last or (place == last and kind != "function_call")
+            if turn is None or begins:
+                turn = AssistantTurn()
+                messages.append({})
+            _add_item(turn, item, kind)
+            messages[-1] = turn.message()
+            last = place
+            continue
+
+        turn = None
+        messages.append(_heard(item, kind, role))
+    return messages
+
+
+def _add_item(turn: AssistantTurn, item: Fields, kind: str) -> None:
+    """Add an item that the policy wrote to its turn."""
+    if kind == "function_call":
+        name = item.require("name", str)
+        arguments = arguments_in(item.require("arguments", str))
+        turn.add_call(item.require("call_id", str), name, arguments)
+    elif kind == "message":
+        turn.texts.append(joined(item, "content", _TEXTS))
+    else:
+        summary = joined(item, "summary", ["summary_text"])
+        content = joined(item, "content", ["reasoning_text"])
+        turn.thoughts.append(content or summary)
+    item.close(_ITEM_WITHOUT_EFFECT, _ITEM_NEUTRAL)
+
+
+def _heard(item: Fields, kind: str, role: str) -> Message:
+    """Return the message of an item that the policy did not write."""
+    if kind == "function_call_output":
+        call_id = item.require("call_id", str)
+        message = result(call_id, joined(item, "output", _TEXTS))
+    elif kind in _TEXTS:
+        message = {"role": "user", "content": text_of(item, kind, _TEXTS)}
+    elif kind != "message":
+        why = "expected message, reasoning, function_call or function_call_output"
+        raise item.refusal("type", f"{why}, found {kind!r}")
+    else:
+        message = heard(item, role, _TEXTS)
+    item.close(_ITEM_WITHOUT_EFFECT, _ITEM_NEUTRAL)
+    return message
+
+
+# ------------------------------------------------------------------------------ answers
+
+
+def _status(reply: CallReply) -> str:
+    is_cut = reply.choices[0].sampled.action.finish == "length"
+    return "incomplete" if is_cut else "completed"
+
+
+def _items(reply: CallReply) -> list[dict[str, Any]]:
+    """Return the items of an answer."""
+    message = served(reply.choices[0])
+    status = _status(reply)
+    items: list[dict[str, Any]] = []
+    if "reasoning" in message:
+        part = {"type": "reasoning_text", "text": message["reasoning"]}
+        items.append({"type": "reasoning", "summary": [], "content": [part]})
+    # An answer without any item could not be repeated.
+    if message["content"] or not (items or "tool_calls" in message):
+        text = {"type": "output_text", "text": message["content"], "annotations": []}
+        role = {"role": "assistant", "status": status}
+        items.append({"type": "message", **role, "content": [text]})
+    for call in message.get("tool_calls", ()):
+        function = call["function"]
+        items.append(
+            {
+                "type": "function_call",
+                "call_id": call["id"],
+                "name": function["name"],
+                "arguments": as_json(function["arguments"]),
+                "status": status,
+            }
+        )
+    return [
+        {"id": f"{_ID_PREFIXES[item['type']]}_{reply.number}_{number}", **item}
+        for number, item in enumerate(items)
+    ]
+
+
+def _item_events(item: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield the events that make an item, without their numbers."""
+    place = {"item_id": item["id"]}
+    begun = {**item, "status": "in_progress"}
+    if item["type"] == "function_call":
+        arguments = item["arguments"]
+        yield "output_item.added", {"item": {**begun, "arguments": ""}}
+        yield "function_call_arguments.delta", {**place, "delta": arguments}
+        whole = {**place, "name": item["name"], "arguments": arguments}
+        yield "function_call_arguments.done", whole
+    else:
+        (part,) = item["content"]
+        yield "output_item.added", {"item": {**begun, "content": []}}
+        place["content_index"] = 0
+        yield "content_part.added", {**place, "part": {**part, "text": ""}}
+        kind = part["type"]
+        odds: dict[str, Any] = {"logprobs": []} if kind == "output_text" else {}
+        yield f"{kind}.delta", {**place, **odds, "delta": part["text"]}
+        yield f"{kind}.done", {**place, **odds, "text": part["text"]}
+        yield "content_part.done", {**place, "part": part}
+    yield "output_item.done", {"item": item}
+
+
+def _usage(reply: CallReply) -> dict[str, Any]:
+    return {
+        "input_tokens": reply.num_prompt_tokens,
+        "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
+        "output_tokens": reply.num_sampled_tokens,
+        "output_tokens_details": {"reasoning_tokens": 0},
+        "total_tokens": reply.num_prompt_tokens + reply.num_sampled_tokens,
+    }
