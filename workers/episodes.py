@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -32,7 +33,7 @@ from verl_ray.columns.stages import (
     versions_of,
 )
 from verl_ray.rollout.episode_stream import EpisodeRequest
-from workers.generation import Generation
+from workers.generation import TRAINING, Generation
 
 ROW_IDS = MOST_TURNS
 """Row ids of an episode, which is at most one per turn: those from the number of its
@@ -63,6 +64,7 @@ def episode_requests(
             generation.sampling_of(number),
             # The episodes of one prompt share its prefix.
             session=str(prompts.group_id[prompt]),
+            trains=purpose == TRAINING,
         )
         requests.append(request)
     return requests
@@ -142,21 +144,28 @@ def beside_episodes(singles: Rollouts) -> Rollouts:
 def _records_on_last_rows(
     episodes: Sequence[Episode], is_last: Sequence[bool]
 ) -> Ragged:
-    """Return what graders read of episodes as JSON, empty on all but their last rows.
+    """Return what is read of episodes as JSON, empty on all but their last rows.
 
     Args:
         episodes: The episode of each row.
         is_last: Whether it is the last row of its episode.
     """
     texts = [
-        json.dumps(
-            {"conversations": episode.conversations, "response": episode.response}
-        )
-        if last
-        else ""
+        json.dumps(_record(episode)) if last else ""
         for episode, last in zip(episodes, is_last, strict=True)
     ]
     return Ragged.of_texts(texts)
+
+
+def _record(episode: Episode) -> dict[str, Any]:
+    """Return what is read of an episode; see `Rollouts`."""
+    record: dict[str, Any] = {
+        "conversations": episode.conversations,
+        "response": episode.response,
+    }
+    if episode.output:
+        record["output"] = _encodable(episode.output)
+    return record
 
 
 def _metrics_on_last_rows(

@@ -10,6 +10,13 @@ from dataclasses import dataclass, field, replace
 from verl_ray.algorithms.groups import is_last_of_group
 from verl_ray.rollout.requests import Sampling
 
+TRAINING = "train"
+"""Purpose of rollouts to learn from. The purpose is part of every seed."""
+EVALUATION = "evaluate"
+"""Purpose of rollouts to evaluate the policy with."""
+GENERATION = "generate"
+"""Purpose of responses that are written to a data file, graded as training is."""
+
 
 @dataclass(frozen=True)
 class Generation:

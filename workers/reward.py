@@ -275,6 +275,7 @@ def _of_episodes(rows: Rollouts, requests: list[ScoreRequest]) -> list[ScoreRequ
             episode_score=float(rows.episode_score[row]),
             episode_end=list(End)[rows.end[row]].value,
             episode_conversations=record["conversations"],
+            episode_output=record.get("output", ""),
         )
     return episode_requests
 

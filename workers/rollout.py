@@ -472,6 +472,7 @@ def start_episodes(
         },
         template_day=spec.template_day,
         special_tokens=spec.special_tokens,
+        policy_name=spec.name,
     )
     return EpisodePool(
         server,

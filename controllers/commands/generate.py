@@ -23,7 +23,6 @@ import numpy as np
 from controllers.commands.evaluate import Candidate, measuring, only_candidate
 from controllers.commands.generation import RequestedResponses
 from controllers.rollouts.evaluator import HeldOutResponses
-from controllers.rollouts.graders import GENERATION
 from controllers.rollouts.production import generation_to_evaluate
 from controllers.trainers.base import read_data
 from controllers.trainers.rl import Problems, Trainer
@@ -47,7 +46,7 @@ from verl_ray.settings.function_specs import parts_of
 from verl_ray.settings.section import Section
 from verl_ray.tracking.held_out_responses import HeldOutResponse
 from workers.actor import ActorWorker
-from workers.generation import Generation
+from workers.generation import GENERATION, Generation
 
 Record = dict[str, Any]
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from verl_ray.agents.contract import (
     Action,
+    Constraint,
     End,
     EpisodeEnded,
     Sampled,
@@ -50,6 +51,7 @@ class Person:
         max_tokens: int,
         tools: Sequence[ToolSchema],
         stop: Sequence[str] = (),
+        constraint: Constraint | None = None,
     ) -> Sampled:
         """Return the next line as a turn.
 

@@ -34,6 +34,7 @@ from controllers.commands.person import Person
 from controllers.commands.usage import EXIT_CODES
 from verl_ray.agents.contract import (
     Action,
+    Constraint,
     End,
     Environment,
     Episode,
@@ -474,6 +475,7 @@ class ShownSampler:
         max_tokens: int,
         tools: Sequence[ToolSchema],
         stop: Sequence[str] = (),
+        constraint: Constraint | None = None,
     ) -> Sampled:
         """Return a turn; see `Sampler`."""
         screen = self.screen
@@ -486,9 +488,16 @@ class ShownSampler:
             screen.show("--- a new row begins")
             known = 0
         screen.show_context(tokens[known:])
+        if constraint is not None:
+            screen.show(f"--- the turn has to be {json.dumps(constraint)}")
 
         sampled = await self.sampler.sample(
-            tokens, seed=seed, max_tokens=max_tokens, tools=tools, stop=stop
+            tokens,
+            seed=seed,
+            max_tokens=max_tokens,
+            tools=tools,
+            stop=stop,
+            constraint=constraint,
         )
         self._seen = [*tokens, *sampled.tokens]
         screen.show_sampled(sampled.tokens)
@@ -627,6 +636,7 @@ class ModelPlayer:
         max_tokens: int,
         tools: Sequence[ToolSchema],
         stop: Sequence[str] = (),
+        constraint: Constraint | None = None,
     ) -> Sampled:
         """Return a turn; see `Sampler`."""
         sampling = replace(self.sampling, max_tokens=max_tokens, stop=tuple(stop))

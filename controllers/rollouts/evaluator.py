@@ -25,6 +25,7 @@ from controllers.watch.rollout_record import (
     columns_of_turns,
     ends_of_rows,
     failures_of_rows,
+    outputs_of_rows,
     sampled_columns,
     turns_of_rows,
 )
@@ -287,6 +288,7 @@ class HeldOutResponses(Iterable[HeldOutResponse]):
         row_numbers = np.arange(rows.num_rows)
         failures = failures_of_rows(rows, experience.scores, row_numbers, self._stall_s)
 
+        outputs = outputs_of_rows(rows)
         turns = turns_of_rows(rows)
         turn_columns = columns_of_turns(rows)
         tokens = None if rows.end is None else self._tokens_of(rows)
@@ -306,6 +308,7 @@ class HeldOutResponses(Iterable[HeldOutResponse]):
                 member=int(rows.trajectory_id[i]) % self._group_size,
                 end=ends[i],
                 failure=failures[i],
+                output=outputs[i],
                 response_tokens=int(self._response_tokens[number]),
                 num_turns=int(turns[i]),
                 turns=turn_columns["turns"][i],

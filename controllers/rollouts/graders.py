@@ -23,14 +23,8 @@ from verl_ray.config.reward import HELD_OUT_GRADER
 from verl_ray.config.tasks.rl import RLConfig
 from verl_ray.data.buffer import Experience
 from verl_ray.errors import VerlRayError
+from workers.generation import EVALUATION, TRAINING
 from workers.reward import Grader
-
-TRAINING = "train"
-"""Purpose of rollouts to learn from. The purpose is part of every seed."""
-EVALUATION = "evaluate"
-"""Purpose of rollouts to evaluate the policy with."""
-GENERATION = "generate"
-"""Purpose of responses that are written to a data file, graded as training is."""
 
 OUTAGES = {
     TRAINING: "timing_s/outage/reward",

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from controllers.rollouts.given_up import aborted_group
-from controllers.rollouts.graders import EVALUATION, TRAINING, Graders, PendingScores
+from controllers.rollouts.graders import Graders, PendingScores
 from controllers.rollouts.production import (
     Production,
     generation_to_evaluate,
@@ -35,7 +35,7 @@ from verl_ray.config.tasks.rl import RLConfig
 from verl_ray.data.buffer import Experience, RolloutBuffer
 from verl_ray.errors import RewardError, VerlRayError
 from verl_ray.profiling.phases import OpenPhase, Timers, phase
-from workers.generation import Generation
+from workers.generation import EVALUATION, TRAINING, Generation
 from workers.reward import Grader
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from controllers.rollouts.generation import GenerationJob
-from controllers.rollouts.graders import EVALUATION, TRAINING, PendingScores
+from controllers.rollouts.graders import PendingScores
 from controllers.rollouts.score_failures import ScoreFailures
 from controllers.rollouts.whole_groups import GroupCollector
 from verl_ray.algorithms.advantages import ADVANTAGES
@@ -22,7 +22,12 @@ from verl_ray.config.tasks.rl import RLConfig
 from verl_ray.data.buffer import Experience, RolloutBuffer
 from verl_ray.errors import RewardError
 from verl_ray.rollout.requests import Sampling
-from workers.generation import Generation, GenerationWithGreedyRow
+from workers.generation import (
+    EVALUATION,
+    TRAINING,
+    Generation,
+    GenerationWithGreedyRow,
+)
 
 
 def generation_to_learn_from(config: RLConfig) -> Generation:

@@ -23,7 +23,6 @@ from controllers.rollouts.generation import (
     GenerationScheduler,
     ReplicaIncarnation,
 )
-from controllers.rollouts.graders import TRAINING
 from controllers.rollouts.supervisor import Replica, ReplicaSupervisor
 from controllers.rollouts.time_at_work import Occupancy
 from verl_ray.cluster.members import Member
@@ -34,6 +33,7 @@ from verl_ray.config.rollout_task import RolloutTaskConfig
 from verl_ray.errors import RolloutError, VerlRayError, worker_error_of
 from verl_ray.rollout.episode_counts import EpisodeCounts
 from verl_ray.rollout.server import PauseMode
+from workers.generation import TRAINING
 from workers.rollout import RolloutWorker
 
 

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from controllers.rollouts.evaluator import Evaluator
-from controllers.rollouts.graders import EVALUATION, TRAINING
 from controllers.rollouts.producer import Producer
 from controllers.rollouts.score_failures import TooManyFailures
 from controllers.rollouts.supply import RolloutsBetweenSteps, Supply, SupplyMemory
@@ -47,6 +46,7 @@ from verl_ray.profiling.phases import PHASES, Timers, phase
 from verl_ray.report.evidence import NUM_EXAMPLES
 from verl_ray.rewards.shaping import Rewards, Shaping
 from verl_ray.tracking.history import TESTING
+from workers.generation import EVALUATION, TRAINING
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -259,6 +259,7 @@ class RolloutRecord:
             "finish": [Finish(finish).name.lower() for finish in rows.finish],
             "end": ends_of_rows(rows),
             "failure": failures_of_rows(rows, scores, last, stall_s),
+            "output": outputs_of_rows(rows),
             "entries": [texts[row] if entries[row] else "" for row in last],
             "num_turns": turns_of_rows(rows),
             "response_tokens": rows.response_length,
@@ -380,6 +381,14 @@ def columns_of_turns(rows: Rollouts) -> dict[str, list[list[Any]]]:
         "turn_ends": [turns[:, 0].astype(int).tolist() for turns in row_turns],
         "turn_rewards": [turns[:, 1].tolist() for turns in row_turns],
     }
+
+
+def outputs_of_rows(rows: Rollouts) -> list[str]:
+    """Return what the command of each episode has printed, on its last row."""
+    if rows.episode_record is None:
+        return [""] * rows.num_rows
+    records = rows.episode_record.texts()
+    return [json.loads(text).get("output", "") if text else "" for text in records]
 
 
 def failures_of_rows(

@@ -40,6 +40,7 @@ from scripts.bench.suite import MIB, Flags, circumstances, print_json, rounds
 from scripts.configuration import compose
 from verl_ray.agents.contract import (
     Action,
+    Constraint,
     End,
     Episode,
     EpisodeTask,
@@ -585,6 +586,7 @@ class _TimedSampler:
         max_tokens: int,
         tools: Sequence[ToolSchema],
         stop: Sequence[str] = (),
+        constraint: Constraint | None = None,
     ) -> Sampled:
         """Return the turn; see `Sampler`."""
         frame("sample", {"seed": seed, "max_tokens": max_tokens}, token_bytes(tokens))

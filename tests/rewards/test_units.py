@@ -102,13 +102,25 @@ def requests(
 def test_units_follow_what_functions_need() -> None:
     needs = {
         "default": Needs(
-            "single", tokens=False, conversation=False, episode_conversations=False
+            "single",
+            tokens=False,
+            conversation=False,
+            episode_conversations=False,
+            episode_output=False,
         ),
         "async": Needs(
-            "concurrent", tokens=False, conversation=False, episode_conversations=False
+            "concurrent",
+            tokens=False,
+            conversation=False,
+            episode_conversations=False,
+            episode_output=False,
         ),
         "batched": Needs(
-            "group", tokens=True, conversation=True, episode_conversations=True
+            "group",
+            tokens=True,
+            conversation=True,
+            episode_conversations=True,
+            episode_output=False,
         ),
     }
     items = [

@@ -25,6 +25,11 @@ ToolSchema = dict[str, Any]
 """A tool as chat templates take it: {"type": "function", "function": {...}}."""
 
 
+Constraint = Mapping[str, Any]
+"""What a turn has to be: {"json": SCHEMA} or {"json_object": True}, a JSON text, or
+{"tools": NAMES}, one or several calls of tools of these names."""
+
+
 @dataclass(frozen=True)
 class EpisodeTask:
     """The record of a data set that an episode is about.
@@ -228,6 +233,25 @@ def message_of(action: Action) -> Message:
 
 
 @dataclass(frozen=True)
+class Terms:
+    """How the run samples an episode, and what becomes of its rows.
+
+    Attributes:
+        temperature: The temperature of its turns.
+        top_p: The probability mass that is sampled from; 1 is all tokens.
+        top_k: The number of tokens that are sampled from; -1 is all tokens.
+        trains: Whether the policy learns from its rows.
+        model: The policy's name for clients.
+    """
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = -1
+    trains: bool = False
+    model: str = "policy"
+
+
+@dataclass(frozen=True)
 class Sampled:
     """One sampled turn, as an engine returns it.
 
@@ -278,11 +302,13 @@ class Sampler(Protocol):
         max_tokens: int,
         tools: Sequence[ToolSchema],
         stop: Sequence[str] = (),
+        constraint: Constraint | None = None,
     ) -> Sampled:
         """Continue these token ids by a turn of at most `max_tokens` tokens.
 
         The same tokens, seed and policy version have the same continuation. The token
-        that completes one of the texts `stop` ends it; without any the run's do.
+        that completes one of the texts `stop` ends it; without any the run's do. Under
+        a constraint the log-probs are not those of the policy.
         """
 
 
@@ -328,6 +354,8 @@ class Episode:
             another continues is part of that.
         metrics: What the environment has recorded about it, by name.
         response: Text of the policy's last turn; empty where it had none.
+        output: What a command that ran it has printed, or the end of that; empty where
+            there was none.
     """
 
     rows: list[EpisodeRow]
@@ -339,6 +367,7 @@ class Episode:
     conversations: list[list[Message]] = field(default_factory=list)
     metrics: dict[str, float] = field(default_factory=dict)
     response: str = ""
+    output: str = ""
 
     @property
     def messages(self) -> list[Message]:

@@ -126,6 +126,7 @@ async def run_episode(
         conversations=policy.conversations,
         metrics=policy.metrics,
         response=policy.response,
+        output=policy.output,
     )
 
 

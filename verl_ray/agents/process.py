@@ -20,10 +20,12 @@ from pathlib import Path
 from typing import Any
 
 from verl_ray.agents.contract import (
+    Constraint,
     End,
     Episode,
     EpisodeEnded,
     Sampled,
+    Terms,
     ToolSchema,
 )
 from verl_ray.agents.deadlines import (
@@ -110,6 +112,7 @@ class _Episodes:
         """
         self._writer = writer
         self._limits = start.limits
+        self._policy_name = start.policy_name
         self._clock = Clock()
         # A user's file may ask for them at its top level.
         provide(start.models)
@@ -179,6 +182,8 @@ class _Episodes:
             self._limits,
             fields["environment_seed"],
             self._clock,
+            Terms(**fields["terms"], model=self._policy_name),
+            self._tell,
         )
         return episode_frame(number, episode)
 
@@ -207,6 +212,9 @@ class _Episodes:
             "hanging_in": max(set(hanging), key=hanging.count, default=""),
         }
         self._writer.write(frame("alive", fields))
+
+    def _tell(self, text: str) -> None:
+        self._writer.write(frame("told", {"text": text}))
 
     def _say_who_held(self, place: CodePlace, seconds: float) -> None:
         fields = {**place._asdict(), "seconds": seconds}
@@ -267,6 +275,7 @@ class _SamplerOfEpisode:
         max_tokens: int,
         tools: Sequence[ToolSchema],
         stop: Sequence[str] = (),
+        constraint: Constraint | None = None,
     ) -> Sampled:
         """Return a turn; see `Sampler`."""
         fields = {
@@ -274,5 +283,6 @@ class _SamplerOfEpisode:
             "max_tokens": max_tokens,
             "tools": list(tools),
             "stop": list(stop),
+            "constraint": None if constraint is None else dict(constraint),
         }
         return await self.remote.sample(self.episode, tokens, fields)

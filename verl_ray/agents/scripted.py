@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from verl_ray.agents.contract import Action, Sampled, ToolSchema
+from verl_ray.agents.contract import Action, Constraint, Sampled, ToolSchema
 from verl_ray.errors import DataError
 
 if TYPE_CHECKING:
@@ -51,6 +51,7 @@ class SampleCall:
     max_tokens: int
     tools: Sequence[ToolSchema] = ()
     stop: Sequence[str] = ()
+    constraint: Constraint | None = None
 
 
 class ScriptedSampler:
@@ -94,12 +95,16 @@ class ScriptedSampler:
         max_tokens: int,
         tools: Sequence[ToolSchema],
         stop: Sequence[str] = (),
+        constraint: Constraint | None = None,
     ) -> Sampled:
         """Return the next text as a turn, cut at `max_tokens` or a text to stop at.
 
-        The log-prob of the n-th token of a turn is -n / 100.
+        The script holds to a constraint or not. The log-prob of the n-th token of a
+        turn is -n / 100.
         """
-        self.calls.append(SampleCall(list(tokens), seed, max_tokens, tools, stop))
+        self.calls.append(
+            SampleCall(list(tokens), seed, max_tokens, tools, stop, constraint)
+        )
         await asyncio.sleep(self._delay_s)
         text = next(self._texts, None)
         if text is None:

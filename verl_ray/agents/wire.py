@@ -7,9 +7,9 @@ To a process: `start` once, then `run` for each episode, `sampled` or `failed` f
 call of its policy, `cancel` for an episode that nobody waits for any more, and `pause`
 and `resume` with the engine. From it: `ready` or `broken` once, then `sample`,
 `give_up` for a call that nobody waits for any more, `ended` for each episode, `held`
-after a user's code has held the event loop for more than a second, and `alive` every
-second, with the delay of the loop, the number of episodes that go on, and that of
-threads that hang.
+after a user's code has held the event loop for more than a second, `told` with what is
+to be said about episodes, and `alive` every second, with the delay of the loop, the
+number of episodes that go on, and that of threads that hang.
 """
 
 from __future__ import annotations
@@ -71,6 +71,7 @@ class EpisodeStart:
         special_tokens: What happens if a text spells a special token, see
             `data.special_tokens`.
         models: Frozen models that environments talk to, by name.
+        policy_name: Name of the policy for clients of its episodes.
     """
 
     environments: Mapping[str, tuple[str, Mapping[str, Any]]]
@@ -81,6 +82,7 @@ class EpisodeStart:
     template_day: str | None = None
     special_tokens: SpecialTokens = "escape"
     models: Mapping[str, ChatSettings] = field(default_factory=dict)
+    policy_name: str = "policy"
 
     @classmethod
     def of_run(
@@ -94,6 +96,7 @@ class EpisodeStart:
         template_arguments: Mapping[str, Any],
         template_day: str | None,
         special_tokens: SpecialTokens,
+        policy_name: str,
     ) -> EpisodeStart:
         """Return the start of a run's processes; see `EpisodeStart` and `Limits`."""
         limits = Limits(
@@ -125,6 +128,7 @@ class EpisodeStart:
             template_day,
             special_tokens,
             models,
+            policy_name,
         )
 
     def renderer(self) -> Renderer:
@@ -154,6 +158,7 @@ class EpisodeStart:
             fields["template_day"],
             fields["special_tokens"],
             {name: ChatSettings(**each) for name, each in fields["models"].items()},
+            fields["policy_name"],
         )
 
 
@@ -241,6 +246,7 @@ def episode_frame(number: int, episode: Episode) -> bytes:
         "conversations": episode.conversations,
         "metrics": episode.metrics,
         "response": episode.response,
+        "output": episode.output,
     }
     tokens = [token for row in episode.rows for token in row.tokens]
     return frame("ended", fields, token_bytes(tokens))

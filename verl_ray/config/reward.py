@@ -40,6 +40,7 @@ TEMPLATE_FIELDS = (
     "episode_end",
     "episode_messages",
     "episode_conversations",
+    "episode_output",
 )
 """Fields of a `rewards.request.ScoreRequest` that a judge's template may show."""
 

@@ -174,6 +174,7 @@ def _values(record: _Record) -> dict[str, object]:
         "episode_end": End.COMPLETED.value,
         "episode_messages": _EMPTY_TURN,
         "episode_conversations": [_EMPTY_TURN],
+        "episode_output": "",
         **answer,
     }
 

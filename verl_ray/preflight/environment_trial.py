@@ -391,6 +391,7 @@ def _request(config: RLConfig, source: str, task: EpisodeTask | None) -> dict[st
         template_arguments=config.data.chat_template_kwargs,
         template_day=resolved(config.data.template_day),
         special_tokens=config.data.special_tokens,
+        policy_name=config.run.name,
     )
     episode_s = min(start.limits.episode_s, EPISODE_S)
     short = replace(start, limits=replace(start.limits, episode_s=episode_s))

@@ -493,8 +493,7 @@ def _samples(records: Sequence[RunRecord], blocks: Blocks) -> dict[str, Any]:
 
     texts = _RowBlocks(blocks)
     for _, row in rows:
-        size = len(row.prompt) + len(row.response) + len(row.answer)
-        if not texts.add(_text(row), size):
+        if not texts.add(_text(row), row.num_characters):
             break
     texts.close()
     rows = rows[: texts.num_rows]
@@ -603,7 +602,8 @@ def _sums(episodes: Sequence[int], values: Sequence[float]) -> list[float]:
 
 
 def _text(row: RecordedRow) -> list[Any]:
-    return [row.prompt, row.response, row.answer, dict(row.scores), list(row.turns)]
+    scores, turns = dict(row.scores), list(row.turns)
+    return [row.prompt, row.response, row.answer, scores, turns, row.output]
 
 
 def _token_values(row: RecordedRow) -> list[Any] | None:

@@ -53,6 +53,8 @@ _TOKEN_COLUMNS = (
     "versions",
 )
 
+_TEXTS = ("prompt", "response", "answer", "output")
+
 Floats = npt.NDArray[np.float64]
 
 
@@ -96,6 +98,9 @@ class RecordedRow:
     finish: str = ""
     end: str = ""
     failure: str = ""
+    output: str = ""
+    """What the command of the episode has printed, on its last row."""
+
     num_turns: int = -1
     response_tokens: int = -1
     advantage: float = math.nan
@@ -103,6 +108,11 @@ class RecordedRow:
     """Number in the episode, place of the last token, and reward of each turn."""
 
     tokens: TokenValues | None = None
+
+    @property
+    def num_characters(self) -> int:
+        """Characters of its texts."""
+        return sum(len(getattr(self, name)) for name in _TEXTS)
 
 
 @dataclass(frozen=True, eq=False)
@@ -247,7 +257,7 @@ def _texts(
     for inside, batch in _batches(file, per_row, places, _ROWS_AT_ONCE):
         for place, fields in zip(inside, batch.to_pylist(), strict=True):
             yield place, fields
-            texts = (fields.get(name) for name in ("prompt", "response", "answer"))
+            texts = (fields.get(name) for name in _TEXTS)
             characters += sum(len(text or "") for text in texts)
             if characters > most_characters:
                 return
@@ -262,7 +272,7 @@ def _within(
     in_order = sorted(rows, key=lambda place: (rows[place].group, place))
     for place in in_order:
         row = rows[place]
-        characters += len(row.prompt) + len(row.response) + len(row.answer)
+        characters += row.num_characters
         if within and characters > most_characters:
             # Only the first group may be cut short.
             first = rows[in_order[0]].group
@@ -294,6 +304,7 @@ def _row(fields: Mapping[str, Any], source: str, step: int, group: str) -> Recor
         finish=fields.get("finish") or "",
         end=fields.get("end") or "",
         failure=fields.get("failure") or "",
+        output=fields.get("output") or "",
         num_turns=_whole(fields.get("num_turns")),
         response_tokens=_whole(fields.get("response_tokens")),
         advantage=_number(fields.get("advantage")),

@@ -97,6 +97,7 @@ def _needs_of(loaded: LoadedFunction) -> Needs:
         conversation=is_batched,
         episode_conversations=is_batched
         or signature.names("episode_messages", "episode_conversations"),
+        episode_output=signature.names("episode_output"),
     )
 
 

@@ -8,9 +8,9 @@ and is not for several callers at once.
 
 A request is POST {"items": [{"prompt", "response", "answer", "data_source", "extra"},
 ...]}; the answer is null where the record has none. An item about an episode also has
-"episode_score", "episode_end", "episode_messages" and "episode_conversations". The
-reply is {"scores": [number or null, ...]} with one entry per item, in order; null
-declines to score an item.
+"episode_score", "episode_end", "episode_messages", "episode_conversations" and
+"episode_output". The reply is {"scores": [number or null, ...]} with one entry per
+item, in order; null declines to score an item.
 """
 
 from __future__ import annotations

@@ -72,6 +72,9 @@ class ScoreRequest:
     )
     """The conversations of the episode, with what the environment answered, in the
     order of their last turns; empty where no function needs them."""
+    episode_output: str = ""
+    """What the command of the episode has printed, or the end of that; empty where no
+    function needs it."""
 
     @property
     def episode_messages(self) -> list[dict[str, Any]]:
@@ -100,6 +103,7 @@ class ScoreRequest:
             self.episode_score,
             self.episode_end,
             self.episode_conversations if needs.episode_conversations else [],
+            self.episode_output if needs.episode_output else "",
         )
 
 
@@ -120,6 +124,8 @@ class Needs(NamedTuple):
     """Whether it needs the prompt as the data set has it."""
     episode_conversations: bool
     """Whether it needs the conversations of an episode, or the last of them."""
+    episode_output: bool
+    """Whether it needs what the command of an episode has printed."""
 
 
 def scores_fields(scores: Sequence[Score]) -> list[object]:

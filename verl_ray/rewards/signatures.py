@@ -9,7 +9,8 @@ A function is written in one of three styles. Its parameters tell which:
 |       |                                   | `num_tokens`, `finish_reason`, `step`,   |
 |       |                                   | `episode_score`, `episode_end`,          |
 |       |                                   | `episode_messages`,                      |
-|       |                                   | `episode_conversations`                  |
+|       |                                   | `episode_conversations`,                 |
+|       |                                   | `episode_output`                         |
 | verl  | `solution_str`                    | one response: `data_source`,             |
 |       |                                   | `solution_str`, `ground_truth`,          |
 |       |                                   | `extra_info`, and those above            |
@@ -21,7 +22,7 @@ A function is written in one of three styles. Its parameters tell which:
 |       |                                   | `global_step`, `log_extra(column,        |
 |       |                                   | values)`, `log_metric(name, value)`;     |
 |       |                                   | `num_tokens`, `finish_reason`, `step`,   |
-|       |                                   | and the four of episodes                |
+|       |                                   | and the five of episodes                |
 
 Invariant: a function gets the values that its signature names and no others; `**kwargs`
 gets all of its style (of verl's, the four). A parameter before `/` of another name is
@@ -52,6 +53,7 @@ OURS = (
     "episode_end",
     "episode_messages",
     "episode_conversations",
+    "episode_output",
 )
 VERL = ("data_source", "solution_str", "ground_truth", "extra_info")
 TRL = (
@@ -68,6 +70,7 @@ EPISODE_VALUES = (
     "episode_end",
     "episode_messages",
     "episode_conversations",
+    "episode_output",
 )
 """Values that episodes alone have."""
 GIVEN = frozenset({*OURS, *VERL, *TRL})

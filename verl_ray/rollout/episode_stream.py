@@ -29,6 +29,7 @@ class EpisodeRequest:
         environment_seed: Seed of its environment.
         sampling: How its turns are sampled, but for the number of their tokens.
         session: Episodes of a session share a prefix.
+        trains: Whether the policy learns from its rows.
     """
 
     number: int
@@ -37,6 +38,7 @@ class EpisodeRequest:
     environment_seed: int
     sampling: Sampling
     session: str
+    trains: bool = False
 
 
 class EpisodeStream:

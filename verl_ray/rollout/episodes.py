@@ -57,6 +57,9 @@ _RETRY_S, _MOST_RETRY_S = 1.0, 30.0
 _MOST_HANGING = 64
 """Threads that may hang in a process before it is replaced."""
 
+_MOST_SAID = 64
+"""Different texts that episodes may have a replica say; users' code may make them."""
+
 _PARTS = 16
 """Parts that the episodes of a lost process are divided into."""
 
@@ -133,6 +136,7 @@ class EpisodePool:
         self._counting = threading.Lock()
         # Functions that have held an event loop, by their files.
         self._named: set[tuple[str, str]] = set()
+        self._said: set[str] = set()
         self._processes: list[_Process] = []
         # Tasks that start another process, and that wait for single responses.
         self._replacing: set[asyncio.Task[None]] = set()
@@ -442,6 +446,15 @@ class EpisodePool:
             " what takes long"
         )
 
+    def say(self, text: str) -> None:
+        """Say once what is to be said about episodes."""
+        if text in self._said or len(self._said) == _MOST_SAID:
+            return
+        self._said.add(text)
+        self.warn(text)
+        if len(self._said) == _MOST_SAID:
+            self.warn(f"nothing more is said about episodes after {_MOST_SAID} texts")
+
     async def _start_instead_of(
         self, lost: _Process, when_gone: Callable[[str], None]
     ) -> None:
@@ -491,6 +504,17 @@ class EpisodePool:
                 episode.routing.add(request.tokens, tokens, sampled.routed_experts)
             return sampled_frame(fields["call"], sampled)
         return frame("failed", reply)
+
+
+def _terms(request: EpisodeRequest) -> dict[str, Any]:
+    """Return the fields of `Terms` but for the name of the policy."""
+    sampling = request.sampling
+    return {
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "top_k": sampling.top_k,
+        "trains": request.trains,
+    }
 
 
 def retry_wait_s(retries: int, episode_s: float) -> float:
@@ -596,6 +620,7 @@ class _Process:
             "task": task_fields(request.task),
             "seed": request.seed,
             "environment_seed": request.environment_seed,
+            "terms": _terms(request),
         }
         self.process.write(frame("run", fields))
 
@@ -625,6 +650,8 @@ class _Process:
                 self._weighing = asyncio.create_task(self._weigh(most_gib))
         elif message.kind == "held":
             self.pool.name_who_held(**fields)
+        elif message.kind == "told":
+            self.pool.say(fields["text"])
         elif message.kind == "give_up":
             call = self._calls.get(fields["call"])
             if call is not None:

@@ -45,6 +45,7 @@ RESPONSE_COLUMNS = {
     "finish": "string",
     "end": "string",
     "failure": "string",
+    "output": "string",
     "entries": "string",  # JSON; empty where there are none
     "response_tokens": "int32",
     "num_turns": "int32",
@@ -86,6 +87,9 @@ class HeldOutResponse:
 
     failure: str = ""
     """What failed in the episode or in scoring; empty where nothing did."""
+
+    output: str = ""
+    """What the command of an episode has printed; empty where there is none."""
 
     response_tokens: int = 0
     """Tokens that the policy sampled."""

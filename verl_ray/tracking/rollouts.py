@@ -53,6 +53,7 @@ ROW_COLUMNS = {
     "finish": "string",  # stop, length or aborted
     "end": "string",  # how the episode ended; empty without one
     "failure": "string",  # what failed in the episode or in scoring; empty without
+    "output": "string",  # what its command printed, on an episode's last row; or empty
     "entries": "string",  # what graders returned beside scores, as JSON; or empty
     "num_turns": "int32",  # turns of the policy in the whole trajectory
     "response_tokens": "int32",  # tokens that the policy sampled

@@ -164,7 +164,7 @@ CASES = [
         f"{JUDGE} 'reward.template=\"{{{{ response }}}} {{% if %}}\"'",
         "reward.template",
         "this is no template (Expected an expression",
-        "extra, episode_score, episode_end, episode_messages or episode_conversations can be shown",
+        "extra, episode_score, episode_end, episode_messages, episode_conversations or episode_output can be shown",
     ),
     Case(
         "judge_settings_work",

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from controllers.rollouts.graders import EVALUATION, OUTAGES, TRAINING
+from controllers.rollouts.graders import OUTAGES
 from controllers.rollouts.producer import Producer
 from controllers.system.plan import plan_processes, resolve_on
 from controllers.trainers.rl import Trainer
@@ -28,6 +28,7 @@ from verl_ray.data.buffer import Experience, RolloutBuffer
 from verl_ray.errors import Interrupted
 from verl_ray.profiling.phases import Timers
 from verl_ray.rewards.health import ScoreHealth
+from workers.generation import EVALUATION, TRAINING
 
 pytestmark = [pytest.mark.cluster, pytest.mark.vllm]
 

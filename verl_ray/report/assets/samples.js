@@ -224,7 +224,7 @@ async function valueOfRow(blocks, places, place) {
 
 async function sampleCard(samples, place, selected) {
   const { columns, report } = samples;
-  const [prompt, response, answer, scores, turns] = await valueOfRow(report.blocks, samples.texts, place);
+  const [prompt, response, answer, scores, turns, output] = await valueOfRow(report.blocks, samples.texts, place);
   const tokens = columns.hasTokens[place] ? await valueOfRow(report.blocks, samples.tokens, place) : null;
 
   const pairs = [["step", columns.step[place]], ["reward", short(columns.reward[place])]];
@@ -246,7 +246,8 @@ async function sampleCard(samples, place, selected) {
     element("div", { class: "pairs" }, ...pairs.map(([title, value]) => element("div", {}, element("span", {}, `${visible(title)} `), recorded(value)))),
     ...(tokens ? [part(tokenTitle(tokens, isEpisode), tokenText(tokens, isEpisode, turns))] : []),
     ...(tokens && !isCut(tokens) ? [] : [part("prompt", plain(prompt)), part("response", plain(response))]),
-    answer ? part("expected answer", plain(answer)) : "");
+    answer ? part("expected answer", plain(answer)) : "",
+    output ? part("printed by the command of the episode", plain(output)) : "");
 }
 
 // ------------------------------------------------------------------------------- tokens
