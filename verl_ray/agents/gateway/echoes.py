@@ -15,7 +15,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from verl_ray.agents.contract import Action, Message, message_of
+from verl_ray.agents.contract import Message
 
 Digest = bytes
 
@@ -41,14 +41,20 @@ class Echoes:
             recalled.append(_bare(message) if own is None else own)
         return recalled
 
-    def record(self, messages: Sequence[Message], action: Action) -> None:
-        """Remember a turn behind the conversation that it answers."""
-        own = message_of(action)
+    def record(
+        self, messages: Sequence[Message], answer: Message, own: Message
+    ) -> None:
+        """Remember a turn behind the conversation that it answers.
+
+        Args:
+            messages: The conversation, as the agent has sent it.
+            answer: The turn as the agent is told it.
+            own: The turn as it was sampled.
+        """
         digest = b""
-        for message in messages:
+        for message in [*messages, answer]:
             digest = _digest(digest, message)
-        echo = {**own, "content": action.text}
-        self._own[_digest(digest, echo)] = own
+        self._own[digest] = own
 
 
 def _digest(before: Digest, message: Message) -> Digest:

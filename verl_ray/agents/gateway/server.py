@@ -26,7 +26,7 @@ from weakref import WeakKeyDictionary
 
 from aiohttp import web
 
-from verl_ray.agents.contract import EpisodeTask, Policy, nests_too_deep
+from verl_ray.agents.contract import EpisodeTask, Policy
 from verl_ray.agents.episode import Run
 from verl_ray.agents.gateway.calls import ModelCall, Protocol
 from verl_ray.agents.gateway.chat import ChatProtocol
@@ -317,8 +317,6 @@ async def _read(request: web.Request) -> tuple[dict[str, Any], bytes]:
         raise CallRefused(f"the body is no JSON: {error}") from None
     if not isinstance(fields, dict):
         raise CallRefused("the body is no JSON object")
-    if nests_too_deep(fields):
-        raise CallRefused("the body has too many lists and objects in each other")
     return fields, body
 
 

@@ -16,8 +16,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from verl_ray.agents.contract import End, EpisodeEnded, EpisodeTask, Message, Sampled
+from verl_ray.agents.contract import (
+    End,
+    EpisodeEnded,
+    EpisodeTask,
+    Message,
+    Sampled,
+    message_of,
+)
 from verl_ray.agents.gateway.calls import CallChoice, CallReply, ModelCall, Protocol
+from verl_ray.agents.gateway.conversation import in_order, served
 from verl_ray.agents.gateway.echoes import Echoes
 from verl_ray.agents.gateway.launch import AgentFailed, Door, Launch
 from verl_ray.agents.policy import EpisodePolicy, NoPlace
@@ -122,8 +130,9 @@ class AgentSession:
         self._has_no_place = False
         turns = [task.result() for task in tasks]
         choices = [self._choice(call, sampled) for sampled, _ in turns]
-        for sampled, _ in turns:
-            self._echoes.record(conversation, sampled.action)
+        for choice in choices:
+            echo, own = served(choice, call.stop), message_of(choice.sampled.action)
+            self._echoes.record(conversation, echo, own)
 
         reply = CallReply(
             number=uuid.uuid4().hex,
@@ -132,10 +141,8 @@ class AgentSession:
             num_prompt_tokens=turns[0][1],
             choices=choices,
         )
-        self._conversations[protocol.response_id(reply)] = [
-            *conversation,
-            _echo(choices[0]),
-        ]
+        said = served(choices[0], call.stop)
+        self._conversations[protocol.response_id(reply)] = [*conversation, said]
         return reply
 
     def num_tokens(self, call: ModelCall) -> int:
@@ -160,7 +167,9 @@ class AgentSession:
         # What instructs the policy now takes the place of what did before.
         leading = _num_leading(call.messages)
         behind = earlier[_num_leading(earlier) :] if leading else earlier
-        return [*call.messages[:leading], *behind, *call.messages[leading:]]
+        whole = [*call.messages[:leading], *behind, *call.messages[leading:]]
+        # Only here the results are beside their calls.
+        return in_order(whole)
 
     def _check_terms(self, call: ModelCall) -> None:
         """Refuse what no policy is trained by, and count what the run decides."""
@@ -193,7 +202,7 @@ class AgentSession:
 
     def _choice(self, call: ModelCall, sampled: Sampled) -> CallChoice:
         texts: list[str] = []
-        if call.has_log_probs:
+        if call.has_log_probs or call.stop:
             decode = self.policy.renderer.tokenizer.decode
             texts = [str(decode([token])) for token in sampled.tokens]
         ids = [uuid.uuid4().hex for _ in sampled.action.tool_calls]
@@ -318,19 +327,6 @@ def _num_leading(messages: Sequence[Message]) -> int:
         if message["role"] not in _LEADING:
             return number
     return len(messages)
-
-
-def _echo(choice: CallChoice) -> Message:
-    """Return a turn as a client sends it back."""
-    action = choice.sampled.action
-    calls = [
-        {
-            "id": call_id,
-            "function": {"name": call.name, "arguments": dict(call.arguments)},
-        }
-        for call_id, call in zip(choice.call_ids, action.tool_calls, strict=True)
-    ]
-    return {"role": "assistant", "content": action.text, "tool_calls": calls}
 
 
 async def _cancelled(task: asyncio.Future[float | None]) -> None:
