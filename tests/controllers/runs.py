@@ -20,9 +20,15 @@ import pytest
 
 from controllers.command_line import main
 from controllers.system.build import System, build_replicas
-from controllers.system.plan import ClusterShape, plan_processes, resolve_on
+from controllers.system.plan import (
+    WORKERS,
+    ClusterShape,
+    plan_processes,
+    resolve_on,
+)
 from controllers.trainers.rl import Trainer
 from scripts.configuration import compose
+from tests.controllers.held_replica import HeldReplica
 from verl_ray.cluster.group import WorkerGroup
 from verl_ray.cluster.launch import Groups, start_groups
 from verl_ray.cluster.session import Session
@@ -179,7 +185,8 @@ def start_some(
     config: Config, folder: Path, *, sampling: bool
 ) -> tuple[Groups, dict[str, WorkerGroup]]:
     """Start only the sampling roles of a job, or only the others."""
-    plan = plan_processes(resolve_on(config, SHAPE), SHAPE)
+    workers = {**WORKERS, "rollout": HeldReplica}
+    plan = plan_processes(resolve_on(config, SHAPE), SHAPE, workers)
     sets = [
         replace(one, cpus_per_rank=0.25)
         for one in plan.sets

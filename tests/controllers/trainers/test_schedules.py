@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +16,9 @@ from controllers.trainers.rl import Trainer
 from controllers.watch.measures import Metrics
 from tests.columns.test_batch_files import bits
 from tests.controllers.conftest import MakeTrainer
+from tests.controllers.held_replica import HeldReplica
 from tests.controllers.runs import Inputs, produced
+from verl_ray.cluster.calls import wait_all
 from verl_ray.cluster.waiting import TICK_S, read, wait
 from verl_ray.columns.batch import Int64
 from verl_ray.columns.stages import Rollouts
@@ -51,6 +55,39 @@ def watched(run: Trainer, monkeypatch: pytest.MonkeyPatch) -> list[Experience]:
 
     monkeypatch.setattr(run, "produce", watching)
     return taken
+
+
+@contextmanager
+def held_in_updates(run: Trainer, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Each update meets open rows, which have tokens: of the last batch that is drawn.
+
+    The trainers wait for that where the replicas would be paused.
+    """
+    (replica,) = run.replicas.available
+    rollout = run.config.rollout
+
+    def hold_after(version: int) -> None:
+        first = 32 * (version + rollout.staleness)
+        replica.broadcast(HeldReplica.hold, first, rollout.kv).result()
+
+    takes_turns = rollout.schedule == "carry_over"
+    name = "free_devices" if takes_turns else "sync_weights"
+    go_on = getattr(run.replicas, name)
+
+    def wait_and_go_on(*arguments: int) -> object:
+        call = replica.broadcast(HeldReplica.wait_until_held)
+        assert wait_all([call], None, run.background) == [[True]]
+        # Before the rows of the next one can begin.
+        hold_after(run.policy_version + 1)
+        return go_on(*arguments)
+
+    hold_after(run.policy_version)
+    with monkeypatch.context() as patched:
+        patched.setattr(run.replicas, name, wait_and_go_on)
+        try:
+            yield
+        finally:
+            replica.broadcast(HeldReplica.let_go).result()
 
 
 def shares(metrics: Metrics) -> float:
@@ -217,18 +254,17 @@ def test_a_row_over_several_versions_has_each_tokens_own(
     taken = watched(run, monkeypatch)
     staleness = run.config.rollout.staleness
     over_updates: list[Rollouts] = []
-    step = 0
-    # Ends once rows saw an update; nearly every publication meets some.
-    while not over_updates or step < 3:
-        step += 1
-        assert step < 12, "no row was open during an update"
-        model = str(tmp_path / f"version {step - 1}")
-        run.system.actor.broadcast(ActorWorker.export, model).result()
-        metrics = run.step(step)
-        rollouts = read(taken[-1].rollouts, 60)
-        changed = check_versions(rollouts, step, staleness, metrics)
-        if len(changed):
-            over_updates.append(rollouts.select(changed))
+    with held_in_updates(run, monkeypatch):
+        for step in range(1, staleness + 3):
+            model = str(tmp_path / f"version {step - 1}")
+            run.system.actor.broadcast(ActorWorker.export, model).result()
+            metrics = run.step(step)
+            rollouts = read(taken[-1].rollouts, 60)
+            changed = check_versions(rollouts, step, staleness, metrics)
+            # Those that were held in the first update come after as many steps.
+            assert len(changed) if step > staleness else not len(changed)
+            if len(changed):
+                over_updates.append(rollouts.select(changed))
 
     apart: list[float] = []
     for rollouts in over_updates:
