@@ -301,6 +301,10 @@ class EngineFailed(RolloutError):
     """A rollout engine cannot be used any more and has to be restarted."""
 
 
+class AgentFailed(RolloutError):
+    """The program of an agent failed, or has not said what it should."""
+
+
 class CallRefused(RolloutError):
     """A call of an outside client was refused.
 

@@ -1,4 +1,4 @@
-"""The command `play`: one episode of an environment, in the terminal.
+"""The command `play`: one episode of an environment or an agent, in the terminal.
 
 A person takes the turns of the policy, or watches a model take them. What is shown is
 what training would see: the tokens of the model's template, those that are sampled
@@ -51,6 +51,8 @@ from verl_ray.agents.episode import (
     Run,
     run_episode,
 )
+from verl_ray.agents.gateway.launch import Agent
+from verl_ray.agents.gateway.server import run_of
 from verl_ray.agents.loop_watch import CodePlace, LoopWatch
 from verl_ray.agents.models import KEY as MODELS_KEY
 from verl_ray.agents.models import ChatSettings, provide
@@ -64,6 +66,7 @@ from verl_ray.agents.tasks import as_messages
 from verl_ray.agents.template import Renderer
 from verl_ray.config.agent import ModelService
 from verl_ray.config.load import field_problems
+from verl_ray.config.paths import environment_here
 from verl_ray.config.rollout import RolloutEngineConfig
 from verl_ray.config.tasks.rl import RLConfig
 from verl_ray.data.records import read_prompts
@@ -73,6 +76,7 @@ from verl_ray.preflight.machine import Machine
 from verl_ray.rewards.client import url_problem
 from verl_ray.rollout.requests import GenerationRequest, Sampling
 from verl_ray.rollout.vllm_environment import environment as engine_variables
+from verl_ray.settings.function_specs import command_spec
 from verl_ray.suggest import did_you_mean
 
 if TYPE_CHECKING:
@@ -125,6 +129,10 @@ def main(argv: list[str]) -> int:
     """
     # Options may stand between those of the environment.
     arguments = _parser().parse_intermixed_args(argv)
+    # An agent's options begin where an environment would be.
+    if arguments.agent is not None and "=" in (arguments.env or ""):
+        arguments.options.insert(0, arguments.env)
+        arguments.env = None
     options = dict(map(_option, arguments.options))
     model_options = {
         key: options.pop(key) for key in [*options] if key.startswith(_MODELS)
@@ -134,7 +142,7 @@ def main(argv: list[str]) -> int:
     if problems:
         raise ConfigError(problems)
     provide(models)
-    environment = load_environment(_spec(arguments.env), options, "ENV")
+    environment = _environment(arguments, options)
     task = _task(arguments)
 
     option = "--tokenizer" if arguments.model is None else "--model"
@@ -195,19 +203,7 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    parser.add_argument(
-        "env",
-        metavar="ENV",
-        help="path.py:NAME, package.module:NAME, or one that ships:"
-        f" {', '.join(SHIPPED)}",
-    )
-    parser.add_argument(
-        "options",
-        nargs="*",
-        metavar="key=value",
-        help="options of the environment, and agent.models.NAME={url: ...} for the"
-        " models that it asks",
-    )
+    _add_environment(parser)
     parser.add_argument(
         "--seed", type=int, default=0, help="seed of the environment (0)"
     )
@@ -245,9 +241,40 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _add_environment(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments that name an environment or an agent, and its options."""
+    parser.add_argument(
+        "env",
+        nargs="?",
+        metavar="ENV",
+        help="path.py:NAME, package.module:NAME, or one that ships:"
+        f" {', '.join(SHIPPED)}",
+    )
+    parser.add_argument(
+        "options",
+        nargs="*",
+        metavar="key=value",
+        help="options of the environment, and agent.models.NAME={url: ...} for the"
+        " models that it asks",
+    )
+    parser.add_argument(
+        "--agent",
+        metavar="AGENT",
+        help="play with an agent of your own in the place of ENV: my_agent.py,"
+        " my_agent.py:NAME of a function, or a command in quotes",
+    )
+
+
 def _problems(arguments: argparse.Namespace) -> Iterator[Problem]:
     """Yield what is wrong with the options, and which would have no effect."""
-    if arguments.env not in SHIPPED and ":" not in arguments.env:
+    if arguments.agent is not None:
+        if arguments.env is not None:
+            rule = "has no effect with --agent, which stands in its place"
+            yield Problem("ENV", arguments.env, rule, "Leave out one of them.")
+    elif arguments.env is None:
+        fix = f"Name one, or give --agent. {EXPECTED}"
+        yield Problem("ENV", None, "there is no environment", fix)
+    elif arguments.env not in SHIPPED and ":" not in arguments.env:
         fix = f"{did_you_mean(arguments.env, list(SHIPPED), 'environment')} {EXPECTED}"
         yield Problem("ENV", arguments.env, "names no environment", fix)
 
@@ -279,6 +306,31 @@ def _problems(arguments: argparse.Namespace) -> Iterator[Problem]:
         fix = "Leave out one of them."
         rule = "the task is --prompt and --answer, or a record of --data"
         yield Problem("--data", arguments.data, rule, fix)
+
+
+def _environment(
+    arguments: argparse.Namespace, options: Mapping[str, Any]
+) -> EnvironmentFactory | Run:
+    """Return the environment, or the agent, of the command line.
+
+    Raises:
+        ConfigError: There is no such thing, or it does not take the options.
+    """
+    if arguments.agent is None:
+        spec, key = _spec(arguments.env), "ENV"
+    else:
+        spec, key = environment_here(agent_spec(arguments.agent)), "--agent"
+    loaded = load_environment(spec, options, key)
+    return run_of(loaded) if isinstance(loaded, Agent) else loaded
+
+
+def agent_spec(agent: str) -> str:
+    """Return the spec of an agent as it is typed: a file, a function or a command."""
+    path, _, name = agent.rpartition(":")
+    is_file = agent.endswith(".py") and " " not in agent
+    if path.endswith(".py") and name.isidentifier():
+        return agent
+    return command_spec(f"python {agent}" if is_file else agent)
 
 
 def _spec(name: str) -> str:
@@ -426,6 +478,8 @@ class Screen:
     def show_end(self, episode: Episode) -> None:
         """Print how an episode ended, and its rows."""
         self.show(f"--- {episode.end.value}, score {episode.score:g}")
+        if episode.output:
+            self.show(f"--- printed\n{episode.output}")
         if episode.detail:
             detail = _OWN_FRAME.sub("", episode.detail)
             self.show(detail.replace(CONTEXT_KEYS, "--context"))

@@ -20,10 +20,12 @@ from verl_ray.agents.contract import (
     Step,
     ToolCall,
 )
+from verl_ray.agents.gateway.launch import Agent, AgentCommand, AgentFunction
 from verl_ray.agents.specs import load_environment, spec_problem
 from verl_ray.agents.threads import hanging_calls
 from verl_ray.agents.tools import ToolEnvironment
 from verl_ray.errors import ConfigError
+from verl_ray.settings.function_specs import command_spec
 
 KEY = "agent.environments.maths"
 
@@ -488,3 +490,53 @@ def test_a_spec_is_looked_at_without_running_anything(file, spec: str, words) ->
     assert words in str(problem)
     assert str(problem).startswith(KEY)
     assert spec_problem(f"{file}:Game", KEY) is None
+
+
+AGENTS = """
+async def run(task, base_url, api_key, size: int = 4):
+    return size
+async def swapped(task, api_key, base_url): ...
+def plain(task, base_url, api_key): ...
+"""
+
+
+def test_an_agent_is_a_command_or_a_function(tmp_path: Path) -> None:
+    file = tmp_path / "agent.py"
+    file.write_text(AGENTS)
+    options: dict[str, Any] = {"client": "anthropic", "size": 7}
+    loaded = load_environment(f"{file}:run", options, KEY)
+    assert isinstance(loaded, Agent) and isinstance(loaded.launch, AgentFunction)
+    assert (loaded.launch.client, loaded.launch.reward) == ("anthropic", "grader")
+    assert asyncio.run(loaded.launch.run(EpisodeTask([]), "", "")) == 7  # type: ignore[arg-type]
+
+    words = command_spec(f"python {file} --fast")
+    options = {"reward": "post", "env": {"SIZE": "4"}, "pass_env": ["PATH"]}
+    loaded = load_environment(words, options, KEY)
+    assert isinstance(loaded, Agent) and isinstance(loaded.launch, AgentCommand)
+    assert (loaded.launch.reward, loaded.launch.max_processes) == ("post", 256)
+    assert spec_problem(words, KEY, options) is None
+
+
+@pytest.mark.parametrize(
+    "spec, options, words",
+    [
+        ("{file}:run", {"client": "gemini"}, "does not take the option client='gemini'"),
+        ("{file}:run", {"sise": 1}, "Did you mean size?"),
+        ("{file}:swapped", {}, "Write async def swapped(task, base_url, api_key)"),
+        ("{file}:plain", {}, "is a function without async, and no agent"),
+        ("{command}", {"reward": "prize"}, 'maths = command "python agents.py" (reward=prize)'),
+        ("{command}", {"reward": "prize"}, "does not take the option reward='prize'"),
+        ("{command}", {"rewards": "post"}, "Did you mean reward?"),
+        ("{command}", {"env": {"SIZE": 4}}, "env.SIZE: Input should be a valid string"),
+        ("{command}", {}, "maths.command = python agents.py"),
+    ],
+)  # fmt: skip
+def test_a_mistake_of_an_agent_names_key_and_remedy(
+    tmp_path: Path, spec: str, options: dict[str, Any], words: str
+) -> None:
+    file = tmp_path / "agent.py"
+    file.write_text(AGENTS)
+    command = command_spec("python agents.py")
+    with pytest.raises(ConfigError) as caught:
+        load_environment(spec.replace("{file}", str(file)).replace("{command}", command), options, KEY)  # fmt: skip
+    assert words in str(caught.value)

@@ -14,7 +14,7 @@ from verl_ray.config.reward import MixedReward
 from verl_ray.config.rollout_task import RolloutTaskConfig
 from verl_ray.config.tasks.rl import RLConfig
 from verl_ray.errors import Problem
-from verl_ray.settings.function_specs import parts_of
+from verl_ray.settings.function_specs import command_of, in_words, parts_of, spec_of
 
 
 @pytest.fixture(autouse=True)
@@ -149,6 +149,19 @@ def test_a_function_with_arguments_is_a_table_whose_paths_are_absolute(
             "reward.functions.sums is exact_match and has nothing inside",
         ),
         (
+            "agent.environments.sums={comand: python a.py}",
+            "the table names neither a function nor a command",
+        ),
+        (
+            "agent.environments.sums={command: [python, a.py]}",
+            "the table names neither a function nor a command",
+        ),
+        (
+            "agent.environments.sums={command: a, function: a.py:run}",
+            "the table names a function and a command",
+        ),
+        ("reward.functions.default={command: a}", "the table names no function"),
+        (
             "agent.environments.sums.n=3  agent.environments.sums=w.py:W",
             "agent.environments.sums is w.py:W and has nothing inside",
         ),
@@ -156,3 +169,25 @@ def test_a_function_with_arguments_is_a_table_whose_paths_are_absolute(
 )
 def test_a_table_without_a_function_is_refused(override: str, rule: str) -> None:
     assert problem("model.path=m", *override.split("  ")).rule == rule
+
+
+def test_files_of_a_command_are_absolute_and_its_table_stays(tmp_path: Path) -> None:
+    (tmp_path / "my agent.py").touch()
+    (tmp_path / "python").touch()
+    inputs = ["model.path=~/m", "data.train_path=t", "data.validation_path=v"]
+    words = 'python "my agent.py" --log my --mark $5 ./python'
+    table = f"{{command: '{words}', reward: post, env: {{N: '3'}}}}"
+    config = compose("grpo", [*inputs, f"agent.environments.default={table}"])
+    here = f"python '{tmp_path}/my agent.py' --log my --mark '$5' {tmp_path}/python"
+    assert isinstance(config, RLConfig)
+    spec = config.agent.environments["default"]
+    name, options = parts_of(spec)
+    assert command_of(name) == here
+    assert options == {"reward": "post", "env": {"N": "3"}}
+    assert in_words(spec) == f"command \"{here}\" (reward=post, env={{'N': '3'}})"
+    assert spec_of(name, options) == spec
+
+    tree = to_tree(config)
+    saved = {"command": here, "reward": "post", "env": {"N": "3"}}
+    assert tree["agent"]["environments"] == {"default": saved}  # type: ignore[index]
+    assert parse(tree, type(config)) == config

@@ -436,3 +436,72 @@ def test_check_names_an_environment_that_is_not_there(
     err = capsys.readouterr().err
     assert f"agent.environments.default = {spec}\n" in err
     assert "Did you mean Echo?" in err
+
+
+AGENT = """
+import json, os, sys, urllib.request
+body = json.dumps({"model": "policy", "messages": json.load(sys.stdin)["messages"]})
+headers = {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"], "Content-Type": "application/json"}
+url = os.environ["OPENAI_BASE_URL"] + "/chat/completions"
+with urllib.request.urlopen(urllib.request.Request(url, body.encode(), headers)) as reply:
+    text = json.load(reply)["choices"][0]["message"]["content"]
+print("the policy says", text)
+if sys.argv[1:] == ["strict"] and text != "2":
+    sys.exit("no such answer")
+print(0.5 if text == "2" else 0)
+"""
+
+
+def test_an_agent_is_started_and_what_it_pays_is_compared(
+    tmp_path: Path, model: Path
+) -> None:
+    agent = tmp_path / "agent.py"
+    agent.write_text(AGENT)
+
+    def trial(table: str, *more: str) -> EnvironmentTrials:
+        named = f"agent.environments.default={{command: {table}}}"
+        single = [{"data_source": "sums"}]
+        return tried(tmp_path, model, {}, named, *more, more=single)
+
+    words = f"python {agent}"
+    trials = trial(f"{words}, reward: stdout")
+    assert not trials.problems and not trials.warnings
+    about = f'agent.environments.default=command "{words}" (reward=stdout), on a record'
+    assert trials.lines[0] == f"{about} of 'sums':"
+    assert (
+        "the record's own answer: completed after 1 turn, score 0.5" in trials.lines[1]
+    )
+    assert "texts that say nothing: completed after 1 turn, score 0" in trials.lines[2]
+
+    # Neither pays the other, and one of them does not fail by the other.
+    (warning,) = trial(words).warnings
+    assert (
+        "an agent with reward=grader (agent.environments.default) pays nothing"
+        in warning
+    )
+    scored = "reward.functions.default=exact_match"
+    (warning,) = trial(f"{words}, reward: stdout", scored).warnings
+    assert "does not look at what the environment pays" in warning
+
+    trials = trial(f"{words} strict, reward: stdout")
+    (problem,) = trials.problems
+    assert problem.key == "agent.environments.default"
+    assert "it fails on texts that say nothing: " in problem.rule
+    assert "exited with status 1; its stderr ends with: no such answer" in problem.rule
+    assert (
+        "    | the policy says " in trials.lines
+        and "    | no such answer" in trials.lines
+    )
+
+
+def test_check_names_a_command_whose_program_is_not_there(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = [
+        "check", "--data", "off", "agent.environments.default={command: no_such_program x}",
+        f"run.dir={tmp_path}/run", "reward.functions.default=exact_match",
+    ]  # fmt: skip
+    assert main(arguments) == 2
+    err = capsys.readouterr().err
+    assert "agent.environments.default.command = no_such_program x\n" in err
+    assert "there is no program 'no_such_program'" in err

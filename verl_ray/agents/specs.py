@@ -7,7 +7,10 @@ A spec is `path/to/file.py:name` or `package.module:name`. What it names is
 - a class without `step`: its public methods are the tools of a `ToolSet`, with an
   object for each episode;
 - a coroutine function `run(task, policy)`, which returns the score;
+- a coroutine function `run(task, base_url, api_key)`, an agent that asks by HTTP;
 - a function, or a list of functions: the tools of a `ToolEnvironment`.
+
+The spec of a command, `{"command": "python my_agent.py"}`, names an agent as well.
 
 Invariant: `spec_problem` runs nothing of the user's. `load_environment` runs the file,
 so it belongs into a process that can be killed.
@@ -32,6 +35,7 @@ from verl_ray.agents.episode import (
     EnvironmentFactory,
     Run,
 )
+from verl_ray.agents.gateway.launch import Agent, AgentCommand, AgentFunction, Client
 from verl_ray.agents.plain_environments import METHODS, environment_factory
 from verl_ray.agents.tools import (
     ToolEnvironment,
@@ -43,30 +47,49 @@ from verl_ray.agents.tools import (
 )
 from verl_ray.errors import ConfigError, Problem
 from verl_ray.paths import path_suggestion
-from verl_ray.settings.function_specs import names_module
+from verl_ray.settings.function_specs import (
+    command_of,
+    in_words,
+    names_module,
+    spec_of,
+)
 from verl_ray.suggest import did_you_mean
 from verl_ray.user_files import run_file, words_of
 
 KEY = "agent.environments"
 """The section of the configuration: data source -> spec."""
 
-EXPECTED = "Expected path/to/file.py:name or package.module:name."
+EXPECTED = (
+    "Expected path/to/file.py:name, package.module:name or {command: PROGRAM ...}."
+)
 
 _RUN = ("task", "policy")
+_AGENT = ("task", "base_url", "api_key")
+_CLIENT = "client"
 _KINDS = (
     "Name a class with methods reset, step and close, a coroutine function"
-    " run(task, policy), or functions or a class of methods with type hints and"
-    " docstrings as tools."
+    " run(task, policy) or run(task, base_url, api_key), or functions or a class of"
+    " methods with type hints and docstrings as tools."
 )
 _OUR_FRAMES = (__file__, "<frozen", importlib.__file__)
 
 
-def spec_problem(spec: str, key: str) -> Problem | None:
+def spec_problem(
+    spec: str, key: str, options: Mapping[str, Any] | None = None
+) -> Problem | None:
     """Return what is wrong with a spec, without running what it names.
 
     Args:
         key: The configuration key that the problem will name.
+        options: Options beside it. Those of a command are looked at, since no code of
+            the user's takes them.
     """
+    if command_of(spec) is not None:
+        try:
+            _command(spec, options or {}, key)
+        except ConfigError as error:
+            return error.problems[0]
+        return None
     place, colon, name = spec.rpartition(":")
     if not colon or not name.isidentifier():
         return Problem(key, spec, "names no environment", EXPECTED)
@@ -142,8 +165,8 @@ def _has_methods(owner: ast.ClassDef, classes: Mapping[str, ast.ClassDef]) -> bo
 
 def load_environment(
     spec: str, options: Mapping[str, Any] | None = None, key: str = KEY
-) -> EnvironmentFactory | Run:
-    """Return what `run_episode` takes, of what a spec names.
+) -> EnvironmentFactory | Run | Agent:
+    """Return what `run_episode` takes, of what a spec names, or an agent.
 
     A user's file is run, once per process, with its folder importable.
 
@@ -155,14 +178,16 @@ def load_environment(
         key: The configuration key, `agent.environments.SOURCE`, for errors.
 
     Raises:
-        ConfigError: There is no such thing, its file cannot be run, it is none of the
-            four kinds, or it does not take the options or their types.
+        ConfigError: There is no such thing, its file cannot be run, it is none of these
+            kinds, or it does not take the options or their types.
     """
+    arguments = dict(options or {})
+    if command_of(spec) is not None:
+        return Agent(_command(spec, arguments, key))
     problem = spec_problem(spec, key)
     if problem is not None:
         raise ConfigError([problem])
     target = _imported(spec, key)
-    arguments = dict(options or {})
 
     def refused(rule: str, fix: str) -> ConfigError:
         return ConfigError([Problem(key, spec, rule, fix)])
@@ -173,15 +198,9 @@ def load_environment(
         _require_environment(target, refused)
         arguments = _options(target, 0, arguments, refused)
         return environment_factory(target, functools.partial(target, **arguments))
-    if inspect.iscoroutinefunction(target):
-        names = tuple(inspect.signature(target).parameters)
-        if names[: len(_RUN)] == _RUN:
-            arguments = _options(target, len(_RUN), arguments, refused)
-            run: Run = functools.partial(target, **arguments)
-            return run
-        if set(_RUN) <= set(names):
-            fix = f"Write async def {target.__name__}({', '.join(_RUN)}), then options."
-            raise refused("is a coroutine function with other first parameters", fix)
+    coroutine = _coroutine(target, arguments, refused)
+    if coroutine is not None:
+        return coroutine
 
     functions = target if isinstance(target, list | tuple) else [target]
     if not functions or not all(map(callable, functions)):
@@ -192,6 +211,75 @@ def load_environment(
     require_distinct(tools, key, spec)
     arguments = _options(ToolEnvironment, 1, arguments, refused)
     return functools.partial(ToolEnvironment, tools, **arguments)
+
+
+def _coroutine(
+    target: Any, options: dict[str, Any], refused: Callable[[str, str], ConfigError]
+) -> Run | Agent | None:
+    """Return a coroutine function as what it is; None if it is a tool, or no function.
+
+    Raises:
+        ConfigError: It has other first parameters than it should, or does not take the
+            options.
+    """
+    is_coroutine = inspect.iscoroutinefunction(target)
+    if not is_coroutine and not inspect.isfunction(target):
+        return None
+    names = tuple(inspect.signature(target).parameters)
+    if is_coroutine and names[: len(_RUN)] == _RUN:
+        arguments = _options(target, len(_RUN), options, refused)
+        run: Run = functools.partial(target, **arguments)
+        return run
+    if is_coroutine and names[: len(_AGENT)] == _AGENT:
+        return Agent(_agent_function(target, options, refused))
+
+    firsts = [first for first in (_RUN, _AGENT) if set(first) <= set(names)]
+    if _CLIENT in options:
+        firsts = [_AGENT]
+    # A tool may have any parameters, and hardly those of an agent.
+    if not firsts or (firsts[0] == _RUN and not is_coroutine):
+        return None
+    rule = "is a coroutine function with other first parameters"
+    if not is_coroutine:
+        rule = "is a function without async, and no agent"
+    name = getattr(target, "__name__", "run")
+    fix = f"Write async def {name}({', '.join(firsts[0])}), then options."
+    raise refused(rule, fix)
+
+
+def _command(spec: str, options: Mapping[str, object], key: str) -> AgentCommand:
+    """Return the agent of a command.
+
+    Raises:
+        ConfigError: It has not these options, or their values are wrong on this
+            machine.
+    """
+
+    def refused(rule: str, fix: str) -> ConfigError:
+        return ConfigError([Problem(key, in_words(spec_of(spec, options)), rule, fix)])
+
+    arguments = _options(AgentCommand, 1, options, refused)
+    command = AgentCommand(command_of(spec) or "", **arguments)
+    problems = list(command.problems(key))
+    if problems:
+        raise ConfigError(problems)
+    return command
+
+
+def _agent_function(
+    target: Callable[..., Any],
+    options: dict[str, Any],
+    refused: Callable[[str, str], ConfigError],
+) -> AgentFunction:
+    """Return the agent of a coroutine function.
+
+    Raises:
+        ConfigError: It does not take the options, or there is no such client.
+    """
+    client: Any = options.pop(_CLIENT, "openai")
+    client = _converted(_CLIENT, client, Client, refused)
+    arguments = _options(target, len(_AGENT), options, refused)
+    return AgentFunction(functools.partial(target, **arguments), client)
 
 
 def _tool_set(

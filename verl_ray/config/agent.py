@@ -13,7 +13,7 @@ from pydantic import Field
 
 from verl_ray.algorithms.advantages import ADVANTAGES
 from verl_ray.config.algorithm import AlgorithmConfig
-from verl_ray.config.paths import RewardFunction
+from verl_ray.config.paths import EnvironmentSpec
 from verl_ray.config.reward import ModelReward, SingleReward
 from verl_ray.errors import Problem
 from verl_ray.settings.episode_ends import (
@@ -67,13 +67,14 @@ class AgentConfig(Section):
     """Environments, and the limits of an episode in one."""
 
     environments: Annotated[
-        dict[str, RewardFunction], Field(examples=["{default: my_env.py:Game}"])
+        dict[str, EnvironmentSpec], Field(examples=["{default: my_env.py:Game}"])
     ]
     """Data source -> an environment: path/to/file.py:NAME or package.module:NAME, of a
     class, a coroutine function run(task, policy), or tools; `default` serves the other
     data sources. A record may name an entry itself, in its field `environment`. One
     that has none gets a single response. A table gives options: {function:
-    my_env.py:Game, size: 4}. {}: every rollout is a single response."""
+    my_env.py:Game, size: 4}. A program of its own is {command: python my_agent.py,
+    reward: post}. {}: every rollout is a single response."""
     models: Annotated[
         dict[str, ModelService], Field(examples=["{user: {url: http://host:8000/v1}}"])
     ]

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import re
+import shlex
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated
@@ -18,8 +19,11 @@ from pydantic_core import PydanticCustomError
 
 from verl_ray.paths import UnknownPart, expanded
 from verl_ray.settings.function_specs import (
+    COMMAND,
     NAME,
     PICKLE,
+    command_of,
+    command_spec,
     names_module,
     parts_of,
     spec_of,
@@ -90,22 +94,29 @@ def function_path(spec: str) -> str:
 
 def function_text(value: object) -> object:
     """Return a table of a function and its arguments as a text, anything else as is."""
+    arguments = _table(value)
+    if arguments is None:
+        return value
+    function = arguments.pop(NAME, None)
+    if not isinstance(function, str):
+        raise _unknown_table(f"the table names no {NAME}")
+    return spec_of(function, arguments)
+
+
+def _table(value: object) -> dict[str, object] | None:
+    """Return a table, also of its text; empty for a mistake in one, None for others."""
     if isinstance(value, str) and value.startswith("{"):
-        # The text of such a table, or a mistake in one.
         with contextlib.suppress(ValueError):
             value = json.loads(value)
     elif not isinstance(value, Mapping):
-        return value
+        return None
+    return dict(value) if isinstance(value, Mapping) else {}
 
-    arguments = dict(value) if isinstance(value, Mapping) else {}
-    function = arguments.pop(NAME, None)
-    if not isinstance(function, str):
-        context = {
-            "rule": f"the table names no {NAME}",
-            "fix": f"Write {{{NAME}: NAME, ARGUMENT: VALUE}}.",
-        }
-        raise PydanticCustomError(UNKNOWN_PART, "{rule}", context)
-    return spec_of(function, arguments)
+
+def _unknown_table(rule: str, *more: str) -> PydanticCustomError:
+    fix = " or ".join([f"Write {{{NAME}: NAME, ARGUMENT: VALUE}}", *more])
+    context = {"rule": rule, "fix": f"{fix}."}
+    return PydanticCustomError(UNKNOWN_PART, "{rule}", context)
 
 
 def function_here(spec: str) -> str:
@@ -121,6 +132,65 @@ def function_setting(spec: str) -> str | dict[str, object]:
     """Return a spec as it stands in YAML."""
     function, arguments = parts_of(spec)
     return {NAME: function, **arguments} if arguments else function
+
+
+def environment_text(value: object) -> object:
+    """Return a table of an environment or a command as a text, anything else as is."""
+    arguments = _table(value)
+    if arguments is None:
+        return value
+    names = [name for name in (NAME, COMMAND) if isinstance(arguments.get(name), str)]
+    if len(names) != 1:
+        rule = f"the table names neither a {NAME} nor a {COMMAND}"
+        if names:
+            rule = f"the table names a {NAME} and a {COMMAND}"
+        raise _unknown_table(rule, f"{{{COMMAND}: PROGRAM, OPTION: VALUE}}")
+    name = str(arguments.pop(names[0]))
+    return spec_of(name if names == [NAME] else command_spec(name), arguments)
+
+
+def environment_here(spec: str) -> str:
+    """Return a spec whose paths are absolute, those of files in a command included."""
+    command = command_of(spec)
+    if command is None:
+        return function_here(spec)
+    _, options = parts_of(spec)
+    return spec_of(command_spec(command_here(command)), options)
+
+
+def command_here(command: str) -> str:
+    """Return a command in which each word that is the path of a file is absolute.
+
+    The first word is one only with a slash, since others are programs of the PATH.
+    """
+    try:
+        words = shlex.split(command)
+    # It is refused once it is looked at.
+    except ValueError:
+        return command
+    here = [
+        word if number == 0 and "/" not in word else _file_here(word)
+        for number, word in enumerate(words)
+    ]
+    return command if here == words else shlex.join(here)
+
+
+def _file_here(word: str) -> str:
+    # No shell reads a command, so what is not there is no mistake.
+    with contextlib.suppress(UnknownPart, OSError, ValueError):
+        path = expanded(word)
+        if Path(path).is_file():
+            return path
+    return word
+
+
+def environment_setting(spec: str) -> str | dict[str, object]:
+    """Return a spec as it stands in YAML."""
+    command = command_of(spec)
+    if command is None:
+        return function_setting(spec)
+    _, options = parts_of(spec)
+    return {COMMAND: command, **options}
 
 
 LocalPath = Annotated[str, AfterValidator(_local)]
@@ -144,3 +214,12 @@ RewardFunction = Annotated[
 ]
 """The name of a reward function, with the path of its file or without, or a table of
 its name and its arguments; an argument whose name ends in `_path` is a path."""
+
+EnvironmentSpec = Annotated[
+    str,
+    BeforeValidator(environment_text),
+    AfterValidator(environment_here),
+    PlainSerializer(environment_setting),
+]
+"""The name of an environment or of an agent's function, or a table of it and its
+options, or a table of a command and its options; paths as in `RewardFunction`."""

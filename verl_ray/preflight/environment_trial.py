@@ -30,6 +30,8 @@ from verl_ray.agents.contract import Action, End, Episode, EpisodeTask, ToolCall
 from verl_ray.agents.episode import (
     run_episode,
 )
+from verl_ray.agents.gateway.launch import Agent, AgentCommand
+from verl_ray.agents.gateway.server import run_of
 from verl_ray.agents.loop_watch import CodePlace, LoopWatch
 from verl_ray.agents.models import ChatModel, ChatSettings, provide
 from verl_ray.agents.scripted import ScriptedSampler, read_words, turn_end
@@ -74,8 +76,11 @@ _LONG_S = 4.0
 OWN_ANSWER = "the record's own answer"
 NOTHING = "texts that say nothing"
 
-_COURSE = ("end", "score", "num_turns", "detail")
+_COURSE = ("end", "score", "num_turns", "detail", "output")
 """What is told of an episode."""
+
+_OUTPUT_LINES = 10
+"""Last lines of what an agent's program has printed that are shown if it fails."""
 
 _OFF_TOPIC = "I do not know."
 _UNREADABLE = '<tool_call>{"name": '
@@ -85,6 +90,12 @@ _TOOL_PARSERS = ("tool_parsers", "_TOOL_PARSERS_TO_REGISTER")
 _REASONING_PARSERS = ("reasoning", "_REASONING_PARSERS_TO_REGISTER")
 """Package and table of parsers in vLLM's source."""
 _PLUGINS = "vllm.general_plugins"
+
+_UNPAYING = {
+    "tools": "functions as tools ({}) pay nothing but the reward of a ToolStop",
+    "grader": "an agent with reward=grader ({}) pays nothing; post and stdout pay",
+}
+"""What pays nothing -> that in words, with the keys of such environments."""
 
 _TOOL_KINDS = (ToolEnvironment, ToolSet)
 """Environments that are made of tools, which is the last of their arguments."""
@@ -348,7 +359,7 @@ def _unpaid(
     Args:
         outcomes: The environments, each with its task and the outcome of its trial.
     """
-    environments: dict[tuple[str, str], list[str]] = {}
+    environments: dict[tuple[str, str, str], list[str]] = {}
     for name, (task, outcome) in outcomes.items():
         for section, grader in config.active_graders(learns=True).items():
             functions = grader.named_functions or {}
@@ -357,24 +368,27 @@ def _unpaid(
             if spec is None:
                 continue
             pays = any(episode["score"] for episode in outcome["episodes"])
+            payer = outcome["payer"]
+            pays = pays or payer in ("post", "stdout")
             unfit = pays and built_in_of(spec) is not None
             if spec == ENVIRONMENT:
-                unfit = outcome["known_tools"] is not None
+                unfit = payer in _UNPAYING
             if unfit:
                 key = f"{section}.functions.{source}"
-                environments.setdefault((key, spec), []).append(f"{KEY}.{name}")
+                named = environments.setdefault((key, spec, payer), [])
+                named.append(f"{KEY}.{name}")
 
-    for (key, spec), names in environments.items():
-        named = ", ".join(names)
+    for (key, spec, payer), names in environments.items():
+        keys = ", ".join(names)
         if spec == ENVIRONMENT:
             yield (
-                f"{key}={spec} takes what the environment pays, and functions as tools"
-                f" ({named}) pay nothing but the reward of a ToolStop. Name a function"
-                " that scores the last answer, such as exact_match"
+                f"{key}={spec} takes what the environment pays, and"
+                f" {_UNPAYING[payer].format(keys)}. Name a function that scores the"
+                " last answer, such as exact_match"
             )
         else:
             yield (
-                f"{key}={spec} does not look at what the environment pays ({named});"
+                f"{key}={spec} does not look at what the environment pays ({keys});"
                 f" {ENVIRONMENT} does"
             )
 
@@ -428,6 +442,9 @@ def _report(
             f"  {script}: {end.value} after {turns}, score {episode['score']:g}"
         )
         # What goes wrong in `close` is told in the detail of any end.
+        if episode["detail"]:
+            output = episode["output"].splitlines()[-_OUTPUT_LINES:]
+            trials.lines += [f"    | {line}" for line in output]
         if failure is None and episode["detail"]:
             failure = f"it fails on {script}: {last_cause(episode['detail'])}"
             if not episode["num_turns"]:
@@ -530,9 +547,10 @@ def _tried(request: dict[str, Any], tell: Tell) -> dict[str, Any]:
     tell("its import", {})
     provide(start.models)
     spec, options = start.environments[source]
-    environment = load_environment(spec, options, f"{KEY}.{source}")
+    loaded = load_environment(spec, options, f"{KEY}.{source}")
     if request["task"] is None:
         return {}
+    environment = run_of(loaded) if isinstance(loaded, Agent) else loaded
 
     task, seed = task_of(request["task"]), request["seed"]
     renderer = start.renderer()
@@ -558,15 +576,24 @@ def _tried(request: dict[str, Any], tell: Tell) -> dict[str, Any]:
     opening = openings[0] if openings else []
     same_environment = all(tokens == openings[0] for tokens in openings)
     known_tools = None
-    if isinstance(environment, partial) and environment.func in _TOOL_KINDS:
-        known_tools = [tool.name for tool in environment.args[-1]]
+    if isinstance(loaded, partial) and loaded.func in _TOOL_KINDS:
+        known_tools = [tool.name for tool in loaded.args[-1]]
     outcome = {
         "episodes": episodes,
         "tools": tools,
-        "same_environment": same_environment,
+        # An agent of a user's own writes what it likes, such as its folder.
+        "same_environment": same_environment or isinstance(loaded, Agent),
+        "payer": "tools" if known_tools is not None else _payer(loaded),
     }
     shown = {"num_opening": len(opening), "opening": tokenizer.decode(opening)}
     return {**outcome, **shown, "known_tools": known_tools, "held": held}
+
+
+def _payer(loaded: object) -> str:
+    """Return who says what an agent's episodes are worth; empty if that is open."""
+    if isinstance(loaded, Agent) and isinstance(loaded.launch, AgentCommand):
+        return loaded.launch.reward
+    return ""
 
 
 async def _watched(

@@ -228,8 +228,8 @@ def _environment_problems(config: Config, machine: Machine | None) -> Iterator[P
     """Yield environments of episodes that cannot be found, and their services."""
     if isinstance(config, RLConfig):
         for source, function in config.agent.environments.items():
-            spec, _ = parts_of(function)
-            problem = environment_problem(spec, f"{KEY}.{source}")
+            spec, options = parts_of(function)
+            problem = environment_problem(spec, f"{KEY}.{source}", options)
             if problem is not None:
                 yield problem
         for name, service in config.agent.models.items():

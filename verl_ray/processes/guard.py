@@ -13,23 +13,23 @@ only.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
 import resource
 import select
-import shutil
 import signal
 import socket
 import tempfile
 from pathlib import Path
 
 from verl_ray.ownership import prefix, remove_stale
-
-# PR_SET_PDEATHSIG alone would not do: it spares grandchildren, and it fires when the
-# *thread* that started the process ends. It is the second line of defence between
-# worker and guard, which is a single thread that lives as long as its process.
-_PR_SET_PDEATHSIG = 1
-_PR_SET_CHILD_SUBREAPER = 36
+from verl_ray.processes.command_guard import (
+    adopt_orphans,
+    die_with,
+    kill_descendants,
+    reap_the_dead,
+    remove_folder,
+    wake_on_child_exit,
+)
 
 
 def guarded_connection(descriptor: int) -> socket.socket:
@@ -57,15 +57,17 @@ def _stand_guard(connection: socket.socket, folder: str) -> None:
     `connection` open but never reads it: the other side sees the end of the stream only
     when every descendant is dead, and `folder` is removed.
     """
-    wake, waker = os.pipe()
-    _wake_on_child_exit(waker)
+    wake = wake_on_child_exit()
     guard = os.getpid()
-    # Orphaned grandchildren become children of the guard, which can then find them.
-    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+    # PR_SET_PDEATHSIG alone would not do: it spares grandchildren, and it fires when
+    # the *thread* that started the process ends. It is the second line of defence
+    # between worker and guard, which is a single thread that lives as long as its
+    # process.
+    adopt_orphans()
 
     worker = os.fork()
     if worker == 0:
-        _become_worker(guard, wake, waker)
+        _become_worker(guard, wake)
         return
 
     poller = select.poll()
@@ -76,10 +78,10 @@ def _stand_guard(connection: socket.socket, folder: str) -> None:
     # ends when the connection or the worker is gone.
     while status is None and connection.fileno() not in dict(poller.poll()):
         os.read(wake, 4096)
-        status = _reap_the_dead(worker)
+        status = reap_the_dead(worker)
 
-    _kill_descendants()
-    shutil.rmtree(folder, ignore_errors=True)
+    kill_descendants()
+    remove_folder(folder)
     _exit_like(status or 0)
 
 
@@ -93,68 +95,13 @@ def _temporary_folder() -> str:
     return folder
 
 
-def _wake_on_child_exit(waker: int) -> None:
-    """Write a byte to the pipe `waker` whenever a child exits."""
-    os.set_blocking(waker, False)
-    signal.set_wakeup_fd(waker, warn_on_full_buffer=False)
-    # Without a handler no byte is written to the wake-up pipe.
-    signal.signal(signal.SIGCHLD, lambda *_: None)
-
-
-def _become_worker(guard: int, wake: int, waker: int) -> None:
+def _become_worker(guard: int, wake: int) -> None:
     """Turn the forked process into the worker, which dies with its guard."""
-    signal.set_wakeup_fd(-1)
+    waker = signal.set_wakeup_fd(-1)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     os.close(wake)
     os.close(waker)
-    _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    # The guard may have died before the line above, which would then never fire.
-    if os.getppid() != guard:
-        os._exit(1)
-
-
-def _reap_the_dead(worker: int) -> int | None:
-    """Reap every child that has exited.
-
-    Returns:
-        The wait status of the worker, if it was among them.
-    """
-    status = None
-    # Ends at a child that still runs, or with ChildProcessError without any children.
-    with contextlib.suppress(ChildProcessError):
-        while True:
-            pid, child_status = os.waitpid(-1, os.WNOHANG)
-            if not pid:
-                break
-            if pid == worker:
-                status = child_status
-    return status
-
-
-def _kill_descendants() -> None:
-    """Kill all children until there are none.
-
-    The children of each one that dies become children of the guard, and are next.
-    """
-    # Each round waits for one child to die; ends with ChildProcessError without any.
-    with contextlib.suppress(ChildProcessError):
-        while True:
-            for child in _children_of(os.getpid()):
-                os.kill(child, signal.SIGKILL)
-            os.waitpid(-1, 0)
-
-
-def _children_of(parent: int) -> list[int]:
-    children = []
-    for entry in Path("/proc").glob("[0-9]*/stat"):
-        # A process may exit while its entry is read.
-        with contextlib.suppress(OSError):
-            # "pid (name) state parent ...", where the name may hold spaces and
-            # parentheses
-            fields = entry.read_text().rpartition(")")[2].split()
-            if int(fields[1]) == parent:
-                children.append(int(entry.parent.name))
-    return children
+    die_with(guard)
 
 
 def _exit_like(status: int) -> None:
@@ -171,10 +118,3 @@ def _exit_like(status: int) -> None:
             signal.signal(cause, signal.SIG_DFL)
         os.kill(os.getpid(), cause)
     os._exit(os.waitstatus_to_exitcode(status))
-
-
-def _prctl(option: int, value: int) -> None:
-    libc = ctypes.CDLL(None, use_errno=True)
-    if libc.prctl(option, ctypes.c_ulong(value), 0, 0, 0) != 0:
-        error = ctypes.get_errno()
-        raise OSError(error, f"prctl({option}): {os.strerror(error)}")

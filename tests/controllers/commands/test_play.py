@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from controllers.commands.person import typed_action
-from controllers.commands.play import SHIPPED, TEMPLATE, main
+from controllers.commands.play import SHIPPED, TEMPLATE, agent_spec, main
 from tests.kills import ROOT
 from verl_ray.agents.contract import ToolCall
 from verl_ray.agents.template import prefix_problems
@@ -18,6 +18,7 @@ from verl_ray.config.preparation import TinyModelConfig
 from verl_ray.data.tokenizers import train_bpe
 from verl_ray.errors import ConfigError, DataError, ModelError
 from verl_ray.models.tiny import make_tiny
+from verl_ray.settings.function_specs import command_spec
 
 
 def play(*arguments: str, typed: str = "", code: int = 0) -> str:
@@ -156,6 +157,45 @@ def test_what_is_wrong_with_the_command_line_is_told_at_once() -> None:
         main(["number_guessing", "--model", "no_such_model", "--tokenizer", "other"])
     keys = [problem.key for problem in caught.value.problems]
     assert keys == ["--model", "--tokenizer"]
+
+
+def test_an_agent_is_a_file_a_function_or_a_command() -> None:
+    assert agent_spec("my/agent.py") == command_spec("python my/agent.py")
+    assert agent_spec("my agent.py") == command_spec("my agent.py")
+    assert agent_spec("my/agent.py:run") == "my/agent.py:run"
+    assert agent_spec("node a.js --x 'y z'") == command_spec("node a.js --x 'y z'")
+
+    with pytest.raises(ConfigError) as caught:
+        main(["calculator", "--agent", "agent.py"])
+    assert [problem.key for problem in caught.value.problems] == ["ENV"]
+    with pytest.raises(ConfigError, match=r"Name one, or give --agent\."):
+        main([])
+    with pytest.raises(ConfigError, match=r"--agent\.command = python no_such\.py"):
+        main(["--agent", "no_such.py", "reward=stdout", "--seed", "1"])
+    with pytest.raises(ConfigError, match="takes no option rewrd"):
+        main(["--agent", "true", "rewrd=stdout"])
+
+
+@pytest.mark.processes
+def test_a_person_answers_an_agent(tmp_path: Path) -> None:
+    agent = tmp_path / "agent.py"
+    agent.write_text(
+        "import json, os, sys, urllib.request\n"
+        "body = json.dumps({'model': 'm', 'messages': json.load(sys.stdin)['messages']})\n"
+        "headers = {'x-api-key': os.environ['OPENAI_API_KEY'], 'Content-Type': 'application/json'}\n"
+        "url = os.environ['OPENAI_BASE_URL'] + '/chat/completions'\n"
+        "call = urllib.request.Request(url, body.encode(), headers)\n"
+        "reply = json.load(urllib.request.urlopen(call))\n"
+        "print(reply['choices'][0]['message']['content'] == '7', file=sys.stderr)\n"
+        "print(0.5)\n"
+    )
+    arguments = ("--agent", str(agent), "reward=stdout", "--prompt", "3 + 4")
+    out = play(*arguments, typed="7\n")
+    assert "[7|<|im_end|>]  <- 2 tokens of the policy" in out
+    assert (
+        "--- completed, score 0.5\n--- printed\n--- stdout\n0.5\n--- stderr\nTrue\n"
+        in out
+    )
 
 
 @pytest.mark.processes
