@@ -51,8 +51,6 @@ from verl_ray.agents.episode import (
     Run,
     run_episode,
 )
-from verl_ray.agents.gateway.launch import Agent
-from verl_ray.agents.gateway.server import run_of
 from verl_ray.agents.loop_watch import CodePlace, LoopWatch
 from verl_ray.agents.models import KEY as MODELS_KEY
 from verl_ray.agents.models import ChatSettings, provide
@@ -61,7 +59,7 @@ from verl_ray.agents.policy import (
     Limits,
 )
 from verl_ray.agents.scripted import turn_end
-from verl_ray.agents.specs import EXPECTED, load_environment
+from verl_ray.agents.specs import EXPECTED, load_environment, runnable
 from verl_ray.agents.tasks import as_messages
 from verl_ray.agents.template import Renderer
 from verl_ray.config.agent import ModelService
@@ -320,8 +318,7 @@ def _environment(
         spec, key = _spec(arguments.env), "ENV"
     else:
         spec, key = environment_here(agent_spec(arguments.agent)), "--agent"
-    loaded = load_environment(spec, options, key)
-    return run_of(loaded) if isinstance(loaded, Agent) else loaded
+    return runnable(load_environment(spec, options, key))
 
 
 def agent_spec(agent: str) -> str:

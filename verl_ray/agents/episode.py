@@ -45,6 +45,7 @@ from verl_ray.agents.returned import (
     require_kind,
 )
 from verl_ray.agents.template import Renderer
+from verl_ray.errors import AgentFailed
 from verl_ray.user_files import short_traceback
 
 Run = Callable[[EpisodeTask, Policy], Awaitable[float]]
@@ -176,7 +177,10 @@ class _Course:
             is_about_end = policy.has_insisted or _is_about_end(error)
             if policy.end is not None and is_about_end:
                 return _Ending(policy.end)
-            detail = short_traceback(error, skip_files=OUR_FILES)
+            # Where a program of its own has failed, our code says nothing of it.
+            detail = str(error)
+            if not isinstance(error, AgentFailed):
+                detail = short_traceback(error, skip_files=OUR_FILES)
             return _Ending(End.ENVIRONMENT_FAILED, detail)
         return _Ending(end)
 

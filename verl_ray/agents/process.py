@@ -37,11 +37,9 @@ from verl_ray.agents.episode import (
     Run,
     run_episode,
 )
-from verl_ray.agents.gateway.launch import Agent
-from verl_ray.agents.gateway.server import run_of
 from verl_ray.agents.loop_watch import CodePlace, LoopWatch
 from verl_ray.agents.models import provide
-from verl_ray.agents.specs import KEY, load_environment
+from verl_ray.agents.specs import KEY, load_environment, runnable
 from verl_ray.agents.threads import hanging_calls
 from verl_ray.agents.wire import (
     EpisodeStart,
@@ -118,12 +116,10 @@ class _Episodes:
         self._clock = Clock()
         # A user's file may ask for them at its top level.
         provide(start.models)
-        self._environments: dict[str, EnvironmentFactory | Run] = {}
-        for source, (spec, options) in start.environments.items():
-            loaded = load_environment(spec, options, f"{KEY}.{source}")
-            if isinstance(loaded, Agent):
-                loaded = run_of(loaded)
-            self._environments[source] = loaded
+        self._environments: dict[str, EnvironmentFactory | Run] = {
+            source: runnable(load_environment(spec, options, f"{KEY}.{source}"))
+            for source, (spec, options) in start.environments.items()
+        }
         self._renderer = start.renderer()
         self._sampler = _RemoteSampler(writer)
         self._tasks: dict[int, asyncio.Task[bytes]] = {}

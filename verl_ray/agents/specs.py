@@ -163,6 +163,16 @@ def _has_methods(owner: ast.ClassDef, classes: Mapping[str, ast.ClassDef]) -> bo
     return any(_has_methods(inner[base], inner) for base in bases if base in inner)
 
 
+def runnable(loaded: EnvironmentFactory | Run | Agent) -> EnvironmentFactory | Run:
+    """Return what `run_episode` takes, of what `load_environment` returns."""
+    if not isinstance(loaded, Agent):
+        return loaded
+    # Imported here: only agents need an HTTP server.
+    from verl_ray.agents.gateway.server import run_of
+
+    return run_of(loaded)
+
+
 def load_environment(
     spec: str, options: Mapping[str, Any] | None = None, key: str = KEY
 ) -> EnvironmentFactory | Run | Agent:

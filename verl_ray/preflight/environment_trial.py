@@ -31,11 +31,10 @@ from verl_ray.agents.episode import (
     run_episode,
 )
 from verl_ray.agents.gateway.launch import Agent, AgentCommand
-from verl_ray.agents.gateway.server import run_of
 from verl_ray.agents.loop_watch import CodePlace, LoopWatch
 from verl_ray.agents.models import ChatModel, ChatSettings, provide
 from verl_ray.agents.scripted import ScriptedSampler, read_words, turn_end
-from verl_ray.agents.specs import KEY, load_environment
+from verl_ray.agents.specs import KEY, load_environment, runnable
 from verl_ray.agents.tasks import tasks_of
 from verl_ray.agents.template import prefix_problems
 from verl_ray.agents.thoughts import PARSERS_WITHOUT_MARKS, USUAL_PARSER
@@ -550,7 +549,7 @@ def _tried(request: dict[str, Any], tell: Tell) -> dict[str, Any]:
     loaded = load_environment(spec, options, f"{KEY}.{source}")
     if request["task"] is None:
         return {}
-    environment = run_of(loaded) if isinstance(loaded, Agent) else loaded
+    environment = runnable(loaded)
 
     task, seed = task_of(request["task"]), request["seed"]
     renderer = start.renderer()

@@ -30,12 +30,12 @@ from verl_ray.agents.contract import EpisodeTask, Policy
 from verl_ray.agents.episode import Run
 from verl_ray.agents.gateway.calls import ModelCall, Protocol
 from verl_ray.agents.gateway.chat import ChatProtocol
-from verl_ray.agents.gateway.launch import Agent, AgentFailed, Door
+from verl_ray.agents.gateway.launch import Agent, Door
 from verl_ray.agents.gateway.messages import MessagesProtocol
 from verl_ray.agents.gateway.responses import ResponsesProtocol
 from verl_ray.agents.gateway.session import AgentSession, Answer
 from verl_ray.agents.policy import EpisodePolicy
-from verl_ray.errors import CallRefused
+from verl_ray.errors import AgentFailed, CallRefused
 
 HOST = "127.0.0.1"
 

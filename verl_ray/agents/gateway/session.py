@@ -27,11 +27,11 @@ from verl_ray.agents.contract import (
 from verl_ray.agents.gateway.calls import CallChoice, CallReply, ModelCall, Protocol
 from verl_ray.agents.gateway.conversation import in_order, served
 from verl_ray.agents.gateway.echoes import Echoes
-from verl_ray.agents.gateway.launch import AgentFailed, Door, Launch
+from verl_ray.agents.gateway.launch import Door, Launch
 from verl_ray.agents.policy import EpisodePolicy, NoPlace
 from verl_ray.agents.returned import number_of
 from verl_ray.agents.template import TextTooLong
-from verl_ray.errors import CallRefused, DataError
+from verl_ray.errors import AgentFailed, CallRefused, DataError
 
 _AFTER_END_S = 10.0
 """Seconds that an agent may take once it was told that its episode is over."""
