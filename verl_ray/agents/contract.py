@@ -272,25 +272,6 @@ class Sampled:
     routed_experts: Int16 | None = None
 
 
-@dataclass(frozen=True)
-class Terms:
-    """How the turns of an episode are sampled, whatever an agent asks for.
-
-    Attributes:
-        temperature: Temperature of the sampling.
-        top_p: Nucleus of the sampling.
-        top_k: Tokens that are sampled from; -1 is all of them.
-        trains: Whether the episode is learned from.
-        model: Name of the policy, for agents.
-    """
-
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = -1
-    trains: bool = False
-    model: str = "policy"
-
-
 class Sampler(Protocol):
     """The engine's side of a policy: token ids in, token ids out."""
 

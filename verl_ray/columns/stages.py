@@ -176,8 +176,8 @@ class Rollouts(Rows):
     episode_score: Float32 | None = row(np.float32, optional=True)
     # UTF-8 JSON, on the last row of an episode; empty on others. `conversations` are
     # lists of messages, in the order of their last turns, which what the environment
-    # answered follows, and `response` is the text of the last turn. `output` is what the
-    # command of the episode has printed, where that is anything.
+    # answered follows, and `response` is the text of the last turn. `output` is what
+    # the command of the episode has printed, where that is anything.
     episode_record: Ragged | None = ragged(np.uint8, optional=True)
     # (last token of a turn, reward of the turn, number of the turn in the episode); the
     # rewards of an episode add up to its score. Turns of several rows may alternate.
