@@ -20,7 +20,7 @@ from pathlib import Path
 
 from verl_ray.processes.command_guard import HUNG_UP, TOO_MANY
 
-_STOP_S = 5.0
+_STOP_S = 60.0
 """Seconds that a guard may take to kill all of a command and remove its folder."""
 
 # Of the package nothing is imported, which would take three times as long.
@@ -144,6 +144,8 @@ class GuardedCommand:
 
     async def _exit(self) -> None:
         """Wait until the guard's process is gone."""
+        if self._process.poll() is not None:
+            return
         loop = asyncio.get_running_loop()
         exited = asyncio.Event()
         descriptor = os.pidfd_open(self._process.pid)

@@ -151,14 +151,15 @@ def test_a_command_gets_its_task_and_nothing_of_ours(
 @pytest.mark.parametrize(
     "words, cause",
     [
-        (shell("echo why >&2; exit 3"), "the command exited with status 3; its stderr ends with:\nwhy"),
+        (shell("echo why >&2; exit 3"), "the command exited with status 3; its stderr ends with: why"),
         (shell("kill -9 $$"), "the command was killed by signal 9 (Killed); it wrote nothing to stderr"),
-        ("no_such_program", "exited with status 127; its stderr ends with:\nno_such_program: No such file"),
+        ("no_such_program", "exited with status 127; its stderr ends with: no_such_program: No such file"),
+        (python("import sys\nsys.stderr.write('first\\n')\n1 / 0"), "status 1; its stderr ends with:\nTraceback (most"),
         (python(BOMB), "the command had more than 40 processes, and was killed"),
         # It is lost, but its session is not: the first of its processes dies with it.
         (shell("kill -9 $PPID; sleep MARK"), "the command lost its guard, which was killed"),
     ],
-    ids=["status", "signal", "missing", "bomb", "guard"],
+    ids=["status", "signal", "missing", "traceback", "bomb", "guard"],
 )  # fmt: skip
 def test_a_command_that_fails_says_how(
     words: str, cause: str, mark: str, folder: Path

@@ -337,8 +337,12 @@ def _text(printed: Printed) -> str:
 
 def _failure(end: CommandEnd) -> str:
     """Return in words how a command failed."""
-    lines = end.stderr.text.strip().splitlines()[-_SHOWN_LINES:]
-    if not lines:
+    text = end.stderr.text.strip()
+    if not text:
         return f"the command {end.cause}; it wrote nothing to stderr"
-    shown = "\n".join(lines)
-    return f"the command {end.cause}; its stderr ends with:\n{shown[-2000:]}"
+    cause = f"the command {end.cause}; its stderr ends with:"
+    # A traceback has its lines; of anything else, readers may see the last one alone.
+    _, begin, traceback = f"\n{text}".rpartition("\nTraceback ")
+    if begin:
+        return f"{cause}{begin}{traceback[-2000:]}"
+    return f"{cause} {' '.join(text.splitlines()[-_SHOWN_LINES:])[-2000:]}"
