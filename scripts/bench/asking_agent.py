@@ -29,8 +29,8 @@ async def ask(task: EpisodeTask, base_url: str, api_key: str, turns: int) -> flo
     messages: list[Any] = [_FIRST]
     for _ in range(turns):
         reply = await client.chat.completions.create(model="policy", messages=messages)
-        said = reply.choices[0].message.model_dump(exclude_none=True)
-        messages = [*messages, said, _NEXT]
+        turn = reply.choices[0].message.model_dump(exclude_none=True)
+        messages = [*messages, turn, _NEXT]
     return 0.0
 
 

@@ -117,18 +117,7 @@ async def run_episode(
     if not policy.num_turns:
         ending = _without_turns(ending, policy.overflow)
 
-    return Episode(
-        rows=policy.transcript.rows(),
-        end=ending.end,
-        score=policy.score,
-        detail=ending.detail,
-        num_turns=policy.num_turns,
-        num_tool_calls=policy.num_tool_calls,
-        conversations=policy.conversations,
-        metrics=policy.metrics,
-        response=policy.response,
-        output=policy.output,
-    )
+    return policy.episode(ending.end, ending.detail)
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,7 @@ from typing import Any
 from verl_ray.agents.contract import (
     Action,
     End,
+    Episode,
     EpisodeEnded,
     Message,
     Sampled,
@@ -326,6 +327,26 @@ class EpisodePolicy:
         """
         most = self.limits.context_tokens
         return len(self.transcript.prompt(messages, tools, most).tokens)
+
+    def episode(self, end: End, detail: str) -> Episode:
+        """Return the episode, which has ended.
+
+        Args:
+            end: Why it has ended.
+            detail: What failed; empty where nothing did.
+        """
+        return Episode(
+            rows=self.transcript.rows(),
+            end=end,
+            score=self.score,
+            detail=detail,
+            num_turns=self.num_turns,
+            num_tool_calls=self.num_tool_calls,
+            conversations=self.conversations,
+            metrics=self.metrics,
+            response=self.response,
+            output=self.output,
+        )
 
     def as_read(self, messages: Sequence[Message]) -> list[Message]:
         """Return what a step adds to the conversation, with long results shortened."""

@@ -65,12 +65,15 @@ def test_a_command_and_a_function_of_the_same_words_have_the_same_bits(
     assert function[0]["training/rollout_probs_diff_max"] < 1e-5
     assert function[-1]["critic/score/mean"] > function[0]["critic/score/mean"]
 
-    # What it has printed is kept; its last line is the score.
-    for row in recorded(tmp_path / "command", 3):
+    # What it has printed is kept beside its last row; its last line is the score.
+    rows = recorded(tmp_path / "command", 3)
+    printed = [row for row in rows if row["output"]]
+    assert len(printed) == len({row["trajectory"] for row in rows}) == 32
+    for row in printed:
         ((_, score),) = row["scores"]
-        printed = row["output"].strip().splitlines()
-        assert float(printed[-1]) == pytest.approx(score, abs=1e-6)
-        assert row["turns"][-1] != 1 or f"turn {row['turns'][-1]}:" in row["output"]
+        _, first, second, last = row["output"].strip().splitlines()
+        assert float(last) == pytest.approx(score, abs=1e-6)
+        assert first.startswith("turn 0: ") and second.startswith("turn 1: ")
 
 
 @pytest.mark.slow

@@ -141,8 +141,9 @@ class AgentSession:
             num_prompt_tokens=turns[0][1],
             choices=choices,
         )
-        said = served(choices[0], call.stop)
-        self._conversations[protocol.response_id(reply)] = [*conversation, said]
+        turn_served = served(choices[0], call.stop)
+        whole = [*conversation, turn_served]
+        self._conversations[protocol.response_id(reply)] = whole
         return reply
 
     def num_tokens(self, call: ModelCall) -> int:
