@@ -696,4 +696,4 @@ class ModelPlayer:
         # Imported here, since it imports torch, which a person does without.
         from verl_ray.rollout.turns import sampled_turn
 
-        return await sampled_turn(self.server, request, tools, self.read)
+        return await sampled_turn(self.server, request, tools, self.read, constraint)

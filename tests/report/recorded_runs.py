@@ -71,6 +71,7 @@ def rollouts(
             "finish": ["length" if row[1] else "stop" for row in rows],
             "end": ["completed" if observation else ""] * count,
             "failure": ["style: timeout" if row[1] else "" for row in rows],
+            "output": [row[2] if row[1] else "" for row in rows],
             "entries": [""] * count,
             "num_turns": zeros + num_turns,
             "response_tokens": np.array([num_turns * len(row[3]) for row in rows]),

@@ -114,8 +114,8 @@ def test_rows_are_found_by_their_places(tmp_path: Path) -> None:
     assert (columns["reward"][place], columns["finish"][place]) == (1.0, "length")
     ((first, texts),) = samples["texts"]
     assert first == 0 and (samples["steps"], samples["recordedSteps"]) == (6, 6)
-    prompt, response, answer, scores, turns = opened.json(texts)[place]
-    assert (prompt, response, answer) == ("2+2=", "5", "3")
+    prompt, response, answer, scores, turns, output = opened.json(texts)[place]
+    assert (prompt, response, answer, output) == ("2+2=", "5", "3", "2+2=")
     assert scores == {"reward": 1.0, "style": None} and turns == []
     ((_, tokens),) = samples["tokens"]
     values = opened.json(tokens)[place]
@@ -145,7 +145,7 @@ def test_rows_without_space_for_their_tokens_say_so(
     # All texts fit a block. The tokens of the first row fill another one, and there is
     # no space for a third.
     monkeypatch.setattr(page_module, "_ROWS_PER_BLOCK", 50)
-    monkeypatch.setattr(page_module, "_SIZE_PER_BLOCK", 40)
+    monkeypatch.setattr(page_module, "_SIZE_PER_BLOCK", 48)
     monkeypatch.setattr(page_module, "MOST_TEXT", 0)
     opened = Opened(page([read_run(folder, 100)]))
     samples = opened.index["samples"]
@@ -195,7 +195,7 @@ def test_rows_of_an_episode_are_listed_together(tmp_path: Path) -> None:
     assert columns["reward"] == [0.75, 0.125, 0.75]
     assert columns["response_tokens"] == [5, 3, 5]
     ((_, texts),) = samples["texts"]
-    turns = [text[-1] for text in opened.json(texts)]
+    turns = [text[4] for text in opened.json(texts)]
     assert turns == [[[0, 4, 0.5], [2, 9, 0]], [[0, 4, 0.5], [2, 9, 0]], [[1, 6, 0.25]]]
 
 

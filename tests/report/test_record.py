@@ -69,6 +69,7 @@ def test_a_finished_run_is_read_whole(tmp_path: Path) -> None:
     assert (row.step, row.group, row.prompt, row.response) == (1, 100, "1+2=", "3")
     assert (row.reward, row.scores) == (1.0, {"reward": 1.0, "style": None})
     assert (row.finish, row.failure) == ("length", "style: timeout")
+    assert row.output == "1+2="
     assert row.tokens is not None
     assert row.tokens.pieces == list("1+2=3")
     assert row.tokens.mask.tolist() == [False] * 4 + [True]

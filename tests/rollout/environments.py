@@ -10,7 +10,7 @@ import sys
 import tempfile
 import threading
 import time
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import ClassVar
 
@@ -23,6 +23,8 @@ from verl_ray.agents.contract import (
     message_of,
 )
 from verl_ray.agents.models import model
+from verl_ray.agents.policy import EpisodePolicy
+from verl_ray.errors import CallRefused
 
 
 class Counting:
@@ -55,6 +57,24 @@ class Cutting(Counting):
         step = await super().step(action)
         early = 2 if self.turns == 1 else None
         return replace(step, max_tokens=early, metrics={"turns": self.turns})
+
+
+async def knowing(task: EpisodeTask, policy: EpisodePolicy) -> float:
+    """Says what it knows; fails where its task says so."""
+    policy.output = f"{asdict(policy.terms)}"
+    policy.tell("somebody asked for a temperature")
+    await policy.respond(task.messages)
+    for constraint in ({"json": 1}, {"tools": []}):
+        try:
+            sampled = await policy._sampler.sample(
+                [4], seed=1, max_tokens=9, tools=[], constraint=constraint
+            )
+            policy.output += f" {sampled.action.text}"
+        except CallRefused as refusal:
+            policy.output += f" {refusal.param}: {refusal}"
+    if task.extra["number"]:
+        raise LookupError("it fails")
+    return 1.0
 
 
 class Deadly(Counting):

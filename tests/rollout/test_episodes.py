@@ -32,7 +32,7 @@ from verl_ray.columns.batch import Ragged, offsets_of
 from verl_ray.columns.stages import NO_EPISODE, Finish, Prompts, Rollouts
 from verl_ray.config.agent import AgentConfig
 from verl_ray.data.tokenizers import character_tokenizer, load_tokenizer
-from verl_ray.errors import ConfigError, EngineFailed, RolloutError
+from verl_ray.errors import CallRefused, ConfigError, EngineFailed, RolloutError
 from verl_ray.rollout import episodes as episodes_module
 from verl_ray.rollout.episode_counts import EpisodeCounts
 from verl_ray.rollout.episode_stream import EpisodeRequest
@@ -278,6 +278,40 @@ def test_a_turn_ends_where_its_environment_says(
     assert last not in tokenizer.decode(words[1][:2])
     assert sampled == [words[0][:2] + words[1][:2], words[2][:1]]
     assert episode.metrics == {"turns": 3.0}
+
+
+def test_an_episode_knows_its_terms_and_what_it_printed_is_kept(
+    start_pool: Callable[..., EpisodePool],
+) -> None:
+    """Also where it fails. A constraint reaches the engine, or is refused."""
+
+    def answers(request: GenerationRequest) -> list[tuple[int, float]]:
+        said = [(8, -1.0)] if request.sampling.grammar == "letters" else []
+        return [*said, (END, -1.0)]
+
+    def grammar(constraint: dict[str, Any], *_: object) -> str:
+        if "tools" in constraint:
+            raise CallRefused("not this one", "tool_choice")
+        return "letters"
+
+    pool = start_pool("knowing", answers=answers, start={"policy_name": "mine"})
+    pool._read.grammar = grammar
+    sampling = replace(SAMPLING, temperature=0.5, top_p=0.75, top_k=4)
+    asked = [replace(each, sampling=sampling) for each in requests(2)]
+    asked[1] = replace(asked[1], trains=True)
+    first, second = ended(pool, asked).values()
+    said = "{{'temperature': 0.5, 'top_p': 0.75, 'top_k': 4, 'trains': {}, 'model': 'mine'}} g tool_choice: not this one"
+    assert (first.end, first.output) == (End.COMPLETED, said.format(False))
+    assert (second.end, second.output) == (
+        End.ENVIRONMENT_FAILED,
+        said.format(True),
+    )
+    # Both have said it.
+    assert pool.take_counts().warnings == ("somebody asked for a temperature",)
+    for number in range(100):
+        pool.say(f"text {number}")
+    *_, last = pool.take_counts().warnings
+    assert len(pool._said) == 64 and last.startswith("nothing more is said")
 
 
 def test_environments_of_all_kinds_talk_to_a_frozen_model(

@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 from tokenizers import AddedToken
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
+from xgrammar import Grammar
+from xgrammar.testing import _is_grammar_accept_string
 
 from tests.agents.templates import PRESERVING, tokenizer_with
 from verl_ray.agents.contract import Action, Sampled, ToolCall, message_of
@@ -19,7 +21,7 @@ from verl_ray.agents.thoughts import PARSERS, PARSERS_WITHOUT_MARKS
 from verl_ray.agents.wire import sampled_frame, sampled_of
 from verl_ray.columns.stages import Finish
 from verl_ray.data.tokenizers import character_tokenizer, load_tokenizer
-from verl_ray.errors import ConfigError, RolloutError
+from verl_ray.errors import CallRefused, ConfigError, RolloutError
 from verl_ray.processes.frames import FrameReader
 from verl_ray.rollout.tool_calls import ActionReader
 
@@ -36,6 +38,8 @@ TOOL = {
         "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}},
     },
 }
+
+OTHER = {"type": "function", "function": {"name": "take"}}
 
 
 def read(
@@ -82,6 +86,35 @@ def test_tools_need_a_parser_that_vllm_has() -> None:
     # It needs tokens of DeepSeek's models.
     with pytest.raises(RolloutError, match="does not work with the model's tokenizer"):
         read("three", parser="deepseek_v3")
+
+
+def test_a_required_call_is_one_of_the_tools_named_behind_free_thoughts() -> None:
+    def accepts(prompt: str, text: str, thoughts: str | None = "qwen3") -> bool:
+        reader = ActionReader(TOKENIZER, "hermes", thoughts)
+        tokens = TOKENIZER(prompt)["input_ids"]
+        grammar = reader.grammar({"tools": ["add"]}, [TOOL, OTHER], tokens)
+        tag = Grammar.from_structural_tag(grammar)
+        return bool(_is_grammar_accept_string(tag, text))
+
+    right, both = call('{"a": 1}'), call('{"a": 1}') + call('{"a": 2}')
+    assert accepts("", right) and accepts("", both)
+    assert accepts("", f"<think>I add{MAYBE}</think>\n\n{right}")
+    assert accepts("<think>\n", f"I add</think>{right}")
+    for text in ("", "words", f"words{right}", right.replace("add", "take")):
+        assert not accepts("", text)
+    # Arguments are those of the schema, or at least an object.
+    assert not accepts("", call('{"a": "1"}')) and not accepts("", call("[1]"))
+    assert not accepts("<think>\n", right)
+    assert not accepts("", f"<think>I add</think>{right}", None)
+
+    reader = ActionReader(TOKENIZER, "granite")
+    for constraint, words in (
+        ({"tools": ["add"]}, "vLLM has no grammar of the calls"),
+        ({"tools": ["shout"]}, "none of the tools is shout"),
+        ({"json": {"enum": ["x" * 70_000]}}, "expected at most 65536"),
+    ):
+        with pytest.raises(CallRefused, match=words):
+            reader.grammar(constraint, [TOOL], ())
 
 
 def test_turns_are_parsed_without_building_the_vocabulary_for_each(

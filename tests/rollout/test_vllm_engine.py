@@ -4,9 +4,11 @@ The engine has separate embeddings.
 """
 
 import gc
+import json
 import pickle
 import shutil
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -18,7 +20,7 @@ from tests.foreign_files import Planted
 from tests.rollout.conftest import receive_without
 from tests.rollout.generation import drained, generate
 from verl_ray.columns.stages import Finish
-from verl_ray.errors import RolloutError, WeightSyncError
+from verl_ray.errors import CallRefused, RolloutError, WeightSyncError
 from verl_ray.profiling.memory import malloc_trim
 from verl_ray.rollout.requests import (
     Chunk,
@@ -27,6 +29,7 @@ from verl_ray.rollout.requests import (
     GenerationRequest,
     Sampling,
 )
+from verl_ray.rollout.tool_calls import ActionReader
 from verl_ray.rollout.vllm_engine import VllmEngine
 from verl_ray.rollout.vllm_environment import environment
 
@@ -130,6 +133,40 @@ def test_log_probs_are_those_of_transformers(
     temperature: float,
 ) -> None:
     assert _worst(engine, model, reference_log_probs, temperature=temperature) < 1e-4
+
+
+def test_a_constrained_turn_matches_and_changes_no_other(engine: VllmEngine) -> None:
+    reader = ActionReader(engine.tokenizer, None)
+    prompt = _prompts(1)[0]
+
+    def grammar(constraint: dict[str, object]) -> str:
+        return reader.grammar(constraint, (), prompt.tolist())
+
+    free = _sampling(stop=None)
+    numbers = replace(free, grammar=grammar({"json": {"enum": [12, 345]}}))
+    (alone,) = _run(engine, [GenerationRequest(0, prompt, free, seed=3)])
+    seeds = [(number, free if number == 3 else numbers) for number in range(12)]
+    chunks = _run(
+        engine,
+        [GenerationRequest(seed, prompt, each, seed=seed) for seed, each in seeds],
+    )
+    other = chunks.pop(3)
+    assert other.tokens.tolist() == alone.tokens.tolist()
+    assert other.log_probs.tolist() == pytest.approx(alone.log_probs.tolist(), abs=1e-5)
+    assert {chunk.finish for chunk in chunks} == {Finish.STOP}
+    assert {chunk.tokens[-1] for chunk in chunks} == {EOS}
+    texts = [engine.tokenizer.decode(chunk.tokens[:-1]) for chunk in chunks]
+    assert {json.loads(text) for text in texts} == {12, 345}
+
+    with pytest.raises(CallRefused, match=r'response_format: .*"nonsense"') as refused:
+        grammar({"json": {"type": "nonsense"}})
+    assert refused.value.param == "response_format"
+    with pytest.raises(CallRefused, match="not supported by xgrammar"):
+        grammar({"json": {"type": "array", "uniqueItems": True}})
+    # The vocabulary has no bracket, which is known once the engine looks for one.
+    impossible = replace(free, grammar=grammar({"json_object": True}))
+    (chunk,) = _run(engine, [GenerationRequest(0, prompt, impossible, seed=3)])
+    assert chunk.finish is Finish.ABORTED and engine.failure is None
 
 
 def test_greedy_takes_the_most_likely_token(

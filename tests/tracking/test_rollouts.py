@@ -39,6 +39,7 @@ def table() -> RolloutTable:
             "finish": ["stop", "length"],
             "end": ["", ""],
             "failure": ["", "reward: timeout"],
+            "output": ["", "a line"],
             "entries": ['{"pred": "3"}', ""],
             "num_turns": np.array([1, 1]),
             "response_tokens": np.array([1, 1]),
@@ -79,6 +80,7 @@ def test_a_line_is_a_row_and_nothing_is_null_but_what_is_missing(
     assert second["scores"] == [("reward", None)]
     assert (second["reward"], second["advantage"]) == (None, None)
     assert "".join(second["pieces"]) == "1+2=1" and second["tokens"] == [5, 6, 7, 8, 9]
+    assert [row["output"] for row in (first, second)] == ["", "a line"]
     assert second["mask"] == [False] * 4 + [True]
     turn_columns = [second[name] for name in TURN_COLUMNS]
     assert turn_columns == [[1, 2], [4, 7], [0.5, 0.0]] and first["turns"] == []

@@ -358,6 +358,7 @@ def test_graders_see_the_whole_conversation_of_an_episode(tmp_path: Path) -> Non
         1.0,
         conversations=[draft, messages],
         response="3",
+        output="a\ud800 line",
     )
     rows = rows_of(episode, two_rows(End.ENVIRONMENT_FAILED))
     # An episode is scored once, on its last row; a failed one has no grader.
@@ -386,23 +387,28 @@ def test_graders_see_the_whole_conversation_of_an_episode(tmp_path: Path) -> Non
     assert (seen.finish_reason, seen.episode_end) == ("length", "max_turns")
     assert seen.episode_score == 1 and seen.episode_messages == messages
     assert seen.episode_conversations == [draft, messages]
+    assert rollout_record.outputs_of_rows(rows) == ["", "a? line", ""]
+    assert seen.episode_output == "a? line"
     assert (seen.prompt, seen.conversation) == ("p", "p")
 
     def ends(
         response: str,
         episode_messages: list[dict[str, str]],
         episode_conversations: list[list[dict[str, str]]],
+        episode_output: str,
     ) -> str:
         first = episode_conversations[0]
-        return response + episode_messages[-1]["content"] + first[-1]["content"]
+        said = episode_messages[-1]["content"] + first[-1]["content"]
+        return response + said + episode_output
 
     _, named = signature_of(ends).bind(response_values(seen))
-    assert ends(**named) == "3right2"  # type: ignore[arg-type]
+    assert ends(**named) == "3right2a? line"  # type: ignore[arg-type]
     # Where prompts are messages, one of TRL's style gets those behind the prompt.
     continued = replace(seen, conversation=MESSAGES[:1])
     values = group_values([continued], GroupLog(1))
     assert values["completions"] == [messages[1:]]
     assert values["episode_end"] == ["max_turns"]
+    assert values["episode_output"] == ["a? line"]
     sent = json.loads(RequestBatch.of([seen]).body)["items"]
     assert sent[0]["episode_messages"] == messages
     assert sent[0]["episode_conversations"] == [draft, messages]

@@ -23,7 +23,6 @@ from verl_ray.agents.contract import (
     Constraint,
     End,
     Episode,
-    EpisodeEnded,
     Sampled,
     Terms,
     ToolSchema,
@@ -44,6 +43,7 @@ from verl_ray.agents.threads import hanging_calls
 from verl_ray.agents.wire import (
     EpisodeStart,
     episode_frame,
+    failure_of,
     sampled_of,
     task_of,
     token_bytes,
@@ -254,10 +254,8 @@ class _RemoteSampler:
             return
         if reply.kind == "sampled":
             future.set_result(sampled_of(reply))
-        elif reply.fields["end"] is not None:
-            future.set_exception(EpisodeEnded(End(reply.fields["end"])))
         else:
-            future.set_exception(RuntimeError(reply.fields["detail"]))
+            future.set_exception(failure_of(reply))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -25,6 +25,7 @@ from verl_ray.agents.contract import (
     Action,
     End,
     Episode,
+    EpisodeEnded,
     EpisodeRow,
     EpisodeTask,
     Sampled,
@@ -37,6 +38,7 @@ from verl_ray.agents.policy import (
 from verl_ray.agents.template import Renderer
 from verl_ray.config.data import SpecialTokens
 from verl_ray.data.tokenizers import load_tokenizer, of_day
+from verl_ray.errors import CallRefused
 from verl_ray.processes.frames import Frame, frame
 from verl_ray.settings.function_specs import parts_of
 
@@ -194,6 +196,32 @@ def sampled_frame(call: int, sampled: Sampled) -> bytes:
         "content": action.content,
     }
     return frame("sampled", fields, token_bytes(sampled.tokens))
+
+
+def failed_frame(
+    call: int, detail: str, *, end: End | None = None, refused: str | None = None
+) -> bytes:
+    """Return the frame of a turn that is not sampled.
+
+    Args:
+        call: Number of the call of the policy.
+        detail: Why, for a person.
+        end: How the episode ends; None if it goes on.
+        refused: Where the call itself is refused, the field that is the reason, or an
+            empty text.
+    """
+    fields = {"call": call, "end": end, "detail": detail, "refused": refused}
+    return frame("failed", fields)
+
+
+def failure_of(reply: Frame) -> Exception:
+    """Return what a turn that is not sampled raises, of its frame."""
+    end, detail, refused = (reply.fields[name] for name in ("end", "detail", "refused"))
+    if end is not None:
+        return EpisodeEnded(End(end))
+    if refused is not None:
+        return CallRefused(detail, refused or None)
+    return RuntimeError(detail)
 
 
 def sampled_of(reply: Frame) -> Sampled:

@@ -21,7 +21,12 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from verl_ray.agents.contract import MOST_NESTED, ToolCall, nests_too_deep
+from verl_ray.agents.contract import (
+    MOST_NESTED,
+    ToolCall,
+    ToolSchema,
+    nests_too_deep,
+)
 from verl_ray.data.tokenizers import strip_special_tokens
 from verl_ray.errors import RolloutError
 
@@ -123,6 +128,29 @@ class CallParser:
         return [
             ToolCall(name, _arguments(json_text)) for name, json_text in read
         ], words
+
+    def format_of(self, tools: Sequence[ToolSchema]) -> dict[str, Any] | None:
+        """Return one or several calls of tools as a format of xgrammar.
+
+        Returns:
+            None where vLLM has no grammar of what this parser reads.
+        """
+        parser = self._class(self._tokenizer)
+        # Earlier versions know none.
+        if getattr(parser, "structural_tag_model", None) is None:
+            return None
+        from vllm.tool_parsers.tool_strict_level import ToolStrictLevel
+
+        # Arguments are those of the schema, or any object.
+        whole = [
+            {**tool, "function": {"parameters": {"type": "object"}, **tool["function"]}}
+            for tool in tools
+        ]
+        request = _request(whole)
+        request.tool_choice = "required"
+        tag = parser.get_structural_tag(request, strict_level=ToolStrictLevel.PARAMETER)
+        content: dict[str, Any] = tag.model_dump()["format"]
+        return content
 
     def _begins_call(
         self, text: str, words: str, names: Sequence[str], request: Any

@@ -32,11 +32,18 @@ from verl_ray.agents.contract import (
 from verl_ray.agents.wire import (
     EpisodeStart,
     episode_of,
+    failed_frame,
     sampled_frame,
     task_fields,
     tokens_of,
 )
-from verl_ray.errors import ConfigError, EngineFailed, Problem, RolloutError
+from verl_ray.errors import (
+    CallRefused,
+    ConfigError,
+    EngineFailed,
+    Problem,
+    RolloutError,
+)
 from verl_ray.processes.frames import Frame, frame, require_unbroken, start_frame
 from verl_ray.processes.isolation import Isolation
 from verl_ray.profiling.progress import touch
@@ -490,20 +497,24 @@ class EpisodePool:
         )
         try:
             sampled = await sampled_turn(
-                self._server, request, fields["tools"], self._read
+                self._server,
+                request,
+                fields["tools"],
+                self._read,
+                fields["constraint"],
             )
         except EngineFailed:
             raise
         except EpisodeEnded as ended:
-            reply = {"call": fields["call"], "end": ended.end, "detail": ""}
+            return failed_frame(fields["call"], "", end=ended.end)
+        except CallRefused as error:
+            return failed_frame(fields["call"], str(error), refused=error.param or "")
         except RolloutError as error:
-            reply = {"call": fields["call"], "end": None, "detail": str(error)}
-        else:
-            if sampled.routed_experts is not None:
-                tokens = np.array(sampled.tokens, np.int32)
-                episode.routing.add(request.tokens, tokens, sampled.routed_experts)
-            return sampled_frame(fields["call"], sampled)
-        return frame("failed", reply)
+            return failed_frame(fields["call"], str(error))
+        if sampled.routed_experts is not None:
+            tokens = np.array(sampled.tokens, np.int32)
+            episode.routing.add(request.tokens, tokens, sampled.routed_experts)
+        return sampled_frame(fields["call"], sampled)
 
 
 def _terms(request: EpisodeRequest) -> dict[str, Any]:
@@ -700,8 +711,7 @@ class _Process:
             self.pool.fail(error)
         # A defect of a parser, say: the policy of the episode must not wait for it.
         except Exception as error:
-            reply = {"call": number, "end": None, "detail": repr(error)}
-            self.process.write(frame("failed", reply))
+            self.process.write(failed_frame(number, repr(error)))
         finally:
             self._calls.pop(number, None)
 

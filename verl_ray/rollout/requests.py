@@ -34,6 +34,8 @@ class Sampling:
             end-of-sequence tokens; () generates up to `max_tokens`.
         stop: Texts that end a response. The last token is the one that completes the
             text. Special tokens are part of the text, by their names.
+        grammar: What the tokens have to match, as a structural tag of xgrammar in JSON;
+            None for anything. The distribution is then that of the tokens that match.
     """
 
     temperature: float
@@ -42,6 +44,7 @@ class Sampling:
     max_tokens: int
     stop_token_ids: tuple[int, ...] | None = None
     stop: tuple[str, ...] = ()
+    grammar: str | None = None
 
 
 @dataclass(frozen=True, eq=False)

@@ -12,7 +12,7 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from verl_ray.agents.contract import Action
+from verl_ray.agents.contract import Action, Constraint, ToolSchema
 from verl_ray.agents.template import Renderer
 from verl_ray.agents.thoughts import USUAL_PARSER, reasoning_parser_of
 from verl_ray.columns.stages import Finish
@@ -24,6 +24,7 @@ from verl_ray.data.tokenizers import (
 )
 from verl_ray.errors import ConfigError, Problem, RolloutError
 from verl_ray.rollout.call_parser import CallParser, with_lasting_vocabulary
+from verl_ray.rollout.grammars import Format, grammar_of
 from verl_ray.rollout.turns import ReadAction
 
 if TYPE_CHECKING:
@@ -63,8 +64,12 @@ class ActionReader:
         renderer = Renderer(tokenizer, template_arguments) if template else None
 
         self._thoughts: _Thoughts | None = None
+        # Whether a turn may begin with a thought, as far as is known.
+        self._thinks = True
         if reasoning_parser == "auto":
-            reasoning_parser = reasoning_parser_of(template) or USUAL_PARSER
+            template_parser = reasoning_parser_of(template)
+            self._thinks = template_parser is not None
+            reasoning_parser = template_parser or USUAL_PARSER
         if reasoning_parser is not None:
             self._thoughts = _Thoughts(self._tokenizer, reasoning_parser)
         self._calls: CallParser | None = None
@@ -132,6 +137,27 @@ class ActionReader:
             content = self._written(parts.pieces_around(rest))
         text = self._words(rest)
         return replace(as_text, text=text, tool_calls=calls, content=content)
+
+    def grammar(
+        self,
+        constraint: Constraint,
+        tools: Sequence[ToolSchema],
+        prompt: Sequence[int],
+    ) -> str:
+        """Return the grammar of a constrained turn; see `grammar_of`.
+
+        Args:
+            prompt: The tokens in front of the turn.
+
+        Raises:
+            CallRefused: It cannot be held to.
+        """
+        thoughts: Format | None = None
+        if self._thoughts is not None:
+            before = str(self._tokenizer.decode(list(prompt[-_MOST_OF_A_MARK:])))
+            thoughts = self._thoughts.format_behind(before, may_begin=self._thinks)
+        format_of_calls = self._calls.format_of if self._calls else lambda _: None
+        return grammar_of(constraint, tools, format_of_calls, thoughts)
 
     def _parts(self, text: str, prompt: str = "") -> _Parts:
         if self._thoughts is None:
@@ -222,6 +248,21 @@ class _Thoughts:
         self._start, self._end = start, end
         block = f"({re.escape(start)})(.*?)({re.escape(end)}|\\Z)"
         self._block = re.compile(block, re.DOTALL)
+
+    def format_behind(self, prompt: str, *, may_begin: bool) -> Format | None:
+        """Return the format of a thought behind a prompt; None for no thought.
+
+        Args:
+            prompt: The end of the prompt, which may begin the thought.
+            may_begin: Whether a turn may begin one.
+        """
+        content = {"type": "any_text"}
+        thought = {"type": "tag", "begin": "", "content": content, "end": self._end}
+        if prompt.rstrip().endswith(self._start):
+            return thought
+        if not may_begin:
+            return None
+        return {"type": "optional", "content": {**thought, "begin": self._start}}
 
     def divide(self, text: str, prompt: str) -> _Parts:
         """Return the parts of a sampled text.

@@ -24,6 +24,7 @@ import importlib.metadata
 import itertools
 import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 from verl_ray.config.versions import RELEASES, minor
@@ -32,6 +33,7 @@ from verl_ray.rollout.requests import EngineLoad
 
 if TYPE_CHECKING:
     import torch
+    from transformers import PreTrainedTokenizerBase
     from vllm import SamplingParams
     from vllm.config import VllmConfig
     from vllm.lora.request import LoRARequest
@@ -130,7 +132,7 @@ class VllmCore:
                 are to have it, as those of vLLM's V2 model runner have.
         """
         from vllm.utils.import_utils import resolve_obj_by_qualname
-        from vllm.v1.engine import EngineCoreRequest
+        from vllm.v1.engine import EngineCoreRequest, FinishReason
         from vllm.v1.engine.core_client import InprocClient
         from vllm.v1.executor import Executor
 
@@ -143,6 +145,7 @@ class VllmCore:
         self._client = InprocClient(vllm_config, executor, log_stats=False)
         self._core = self._client.engine_core
         self._request_class = EngineCoreRequest
+        self._aborted = FinishReason.ABORT
         # The path is not read, since the workers have the adapter already.
         self._adapter = adapter_request("which the workers have")
 
@@ -151,6 +154,9 @@ class VllmCore:
         # request (0.32 fails). Its own front-end makes ids unique, too.
         self._numbers = itertools.count()
         self._core_ids: dict[str, str] = {}
+        # Ids in the core of requests with a grammar.
+        self._constrained: set[str] = set()
+        self._config = vllm_config
 
         self._has_sessions = "session_id" in EngineCoreRequest.__struct_fields__
         self._has_versions = hasattr(self._client, "set_weight_version")
@@ -217,6 +223,33 @@ class VllmCore:
             **version_fields,
         )
         self._client.add_request(request)
+        if params.structured_outputs is not None:
+            self._constrained.add(core_id)
+
+    def prepare_grammars(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        """Let requests have a grammar, which vLLM prepares only with a tokenizer.
+
+        Raises:
+            RolloutError: xgrammar cannot read the tokenizer.
+        """
+        from vllm.v1.structured_output.backend_xgrammar import XgrammarBackend
+
+        manager = self._core.structured_output_manager
+        if manager.backend is not None:
+            return
+        try:
+            vocabulary = self._config.model_config.get_vocab_size()
+            manager.backend = XgrammarBackend(
+                self._config, tokenizer=tokenizer, vocab_size=vocabulary
+            )
+        # What it raises about a tokenizer is not documented.
+        except Exception as error:
+            raise RolloutError(
+                "a turn cannot be constrained, since xgrammar cannot read the model's"
+                f" tokenizer: {error}"
+            ) from error
+        # A large grammar takes seconds, for which others do not wait.
+        manager.executor = ThreadPoolExecutor(1, "grammars")
 
     def step(self) -> list[EngineCoreOutput]:
         """Step the core and return its outputs.
@@ -228,10 +261,22 @@ class VllmCore:
         if self._num_tokens is not None:
             self._take_routing(outputs, self._num_tokens)
         for output in outputs:
+            if output.finish_reason is not None:
+                self._end_constrained(output)
             output.request_id, _, _ = output.request_id.rpartition("-")
             if output.finish_reason is not None:
                 del self._core_ids[output.request_id]
         return outputs
+
+    def _end_constrained(self, output: EngineCoreOutput) -> None:
+        """Let a request whose grammar vLLM cannot use end as one that was aborted.
+
+        The error of any other is the engine's. vLLM's log says what it was.
+        """
+        if output.request_id in self._constrained:
+            self._constrained.remove(output.request_id)
+            if str(output.finish_reason) == "error":
+                output.finish_reason = self._aborted
 
     def _take_routing(
         self, outputs: list[EngineCoreOutput], num_tokens: dict[str, int]
@@ -258,6 +303,7 @@ class VllmCore:
         """
         popped = [self._core_ids.pop(name, None) for name in request_ids]
         core_ids = [name for name in popped if name is not None]
+        self._constrained.difference_update(core_ids)
         self._client.abort_requests(core_ids)
         if self._num_tokens is not None:
             for name in core_ids:
@@ -401,6 +447,9 @@ class VllmCore:
 
     def close(self) -> None:
         """Shut the engine core down, and its processes if it has any."""
+        manager = self._core.structured_output_manager
+        if manager.backend is not None:
+            manager.executor.shutdown(cancel_futures=True)
         self._client.shutdown()
         del self._client
         del self._core

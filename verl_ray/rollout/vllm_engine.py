@@ -185,7 +185,10 @@ class VllmEngine(RolloutEngine):
         for request in requests:
             self._check(request)
             scores_prompt = request.scores_prompt
-            params = copy.copy(self._sampling_params(request.sampling, scores_prompt))
+            # Few requests have the same grammar, and each may be large.
+            is_usual = request.sampling.grammar is None
+            make = self._sampling_params if is_usual else self._make_sampling_params
+            params = copy.copy(make(request.sampling, scores_prompt))
             params.seed = request.seed
             prepared.append((request, params))
 
@@ -223,6 +226,13 @@ class VllmEngine(RolloutEngine):
         self, sampling: Sampling, scores_prompt: bool
     ) -> SamplingParams:
         from vllm import SamplingParams
+        from vllm.sampling_params import StructuredOutputsParams
+
+        grammar = sampling.grammar
+        structured_outputs = None
+        if grammar is not None:
+            self.core.prepare_grammars(self._tokenizer)
+            structured_outputs = StructuredOutputsParams(structural_tag=grammar)
 
         if sampling.temperature and not 0.01 <= sampling.temperature <= 2:
             raise RolloutError(
@@ -244,6 +254,7 @@ class VllmEngine(RolloutEngine):
                 logprobs=0,
                 # Those of the prompt's tokens and of the likeliest in their places.
                 prompt_logprobs=1 if scores_prompt else None,
+                structured_outputs=structured_outputs,
                 detokenize=False,
             )
         except ValueError as error:
