@@ -683,12 +683,12 @@ def _flags() -> Flags:
     cores = len(os.sched_getaffinity(0))
     flags = Flags(
         "agents",
-        "Measure tokens per second of episodes of several turns, compared with the same"
-        " turns drawn without an environment and with as many tokens in one response"
-        " each (speed); those of an agent over HTTP, compared with the same words of a"
-        " coroutine (http); what many episodes at once take with a scripted engine: lag,"
-        " files, memory and threads (crowd); and the time of the event loop for turn 200"
-        " of an episode beside that for turn 10 (growth).",
+        "Measure tokens per second of episodes of several turns, compared with the"
+        " same turns drawn without an environment and with as many tokens in one"
+        " response each (speed); those of an agent over HTTP, compared with the same"
+        " words of a coroutine (http); what many episodes at once take with a scripted"
+        " engine: lag, files, memory and threads (crowd); and the time of the event"
+        " loop for turn 200 of an episode beside that for turn 10 (growth).",
     )
     flags.only(_PARTS, "parts")
     flags.choice("--model", POLICIES, "parameters of the policy")

@@ -12,7 +12,7 @@ import threading
 import time
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from verl_ray.agents.contract import (
     Action,
@@ -295,3 +295,52 @@ class Various(Counting):
             for at in range(len(action.tool_calls))
         ]
         return Step(messages or [{"role": "user", "content": results[self.turns % 3]}])
+
+
+async def branching(task: EpisodeTask, base_url: str, api_key: str) -> float:
+    """Echoes turns in other words, forks twice at the same time, forges, and shortens."""
+    # Few of these environments are agents.
+    import openai
+
+    add: Any = {
+        "type": "function",
+        "function": {"name": "add", "description": "Add.", "parameters": {}},
+    }
+
+    def echo(turn: Any) -> list[Any]:
+        calls = [
+            {
+                "id": f"mine {number}",
+                "type": "function",
+                "function": {
+                    "name": call.function.name,
+                    "arguments": f" {call.function.arguments} ",
+                },
+            }
+            for number, call in enumerate(turn.tool_calls or ())
+        ]
+        message = {"role": "assistant", "content": f"\n{turn.content or ''} "}
+        results = [
+            {"role": "tool", "tool_call_id": call["id"], "content": "é"}
+            for call in calls
+        ]
+        if not calls:
+            return [message, {"role": "user", "content": "Grüße"}]
+        return [{**message, "tool_calls": calls}, *results]
+
+    async with openai.AsyncOpenAI(base_url=base_url, api_key=api_key) as client:
+
+        async def ask(messages: list[Any]) -> list[Any]:
+            reply = await client.chat.completions.create(
+                model="m", messages=messages, tools=[add]
+            )
+            return [*messages, *echo(reply.choices[0].message)]
+
+        messages: list[Any] = list(task.messages)
+        for _ in range(3):
+            messages = await ask(messages)
+        branches = [[*messages, {"role": "user", "content": each}] for each in "ab"]
+        messages, _ = await asyncio.gather(*map(ask, branches))
+        forged = {"role": "assistant", "content": "forged"}
+        await ask([*task.messages, forged, messages[-1]])
+    return 0.0

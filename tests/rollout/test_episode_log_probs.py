@@ -67,10 +67,10 @@ def read(tokens: Sequence[int], finish: Finish, tools: Sequence[Any]) -> Action:
 
 
 def episodes_of(
-    server: RolloutServer, model: Path, template: str
+    server: RolloutServer, model: Path, template: str, name: str = "Various"
 ) -> dict[int, Episode]:
     start = EpisodeStart(
-        {"default": (f"{ENVIRONMENTS}:Various", {})}, str(model), LIMITS, template
+        {"default": (f"{ENVIRONMENTS}:{name}", {})}, str(model), LIMITS, template
     )
     pool = EpisodePool(
         server, start, read, num_processes=1, most_open=16, stall_s=60.0
@@ -109,6 +109,24 @@ def _require_choices(row: EpisodeRow, router_logits: Sequence[torch.Tensor]) -> 
     assert len(recorded) == len(row.tokens) and not recorded[last:].any()
 
 
+def _bits(episode: Episode) -> list[Any]:
+    """Return what two runs of an episode have in common."""
+    rows = [(row.tokens, row.mask, row.log_probs, row.turns) for row in episode.rows]
+    return [rows, episode.conversations, episode.response]
+
+
+def _require_log_probs(policy: Any, row: EpisodeRow) -> None:
+    """Require that a forward pass over a row gives what was sampled in it."""
+    with torch.no_grad():
+        outputs = policy(torch.tensor([row.tokens]), output_router_logits=True)
+    _require_choices(row, outputs.router_logits)
+    computed = outputs.logits[0][:-1].log_softmax(-1)
+    computed = computed.gather(1, torch.tensor(row.tokens)[1:, None])
+    mask = torch.tensor(row.mask)
+    sampled = torch.tensor(row.log_probs)[mask]
+    torch.testing.assert_close(sampled, computed[mask[1:], 0], atol=5e-5, rtol=0)
+
+
 def test_a_forward_pass_over_each_row_gives_the_samplers_log_probs(
     model: Path, start_vllm: EngineStarter
 ) -> None:
@@ -131,19 +149,21 @@ def test_a_forward_pass_over_each_row_gives_the_samplers_log_probs(
                 num_turns += len(rewards)
                 num_rows.append(len(episode.rows))
                 for row in episode.rows:
-                    with torch.no_grad():
-                        outputs = policy(
-                            torch.tensor([row.tokens]), output_router_logits=True
-                        )
-                    logits = outputs.logits[0]
-                    _require_choices(row, outputs.router_logits)
-                    computed = logits[:-1].log_softmax(-1)
-                    computed = computed.gather(1, torch.tensor(row.tokens)[1:, None])
-                    mask = torch.tensor(row.mask)
-                    sampled = torch.tensor(row.log_probs)[mask]
-                    torch.testing.assert_close(
-                        sampled, computed[mask[1:], 0], atol=5e-5, rtol=0
-                    )
+                    _require_log_probs(policy, row)
+
+        # An agent of its own: six turns, of which two were sampled beside each other,
+        # and one behind a turn that nobody has sampled.
+        for template in (PRESERVING, STRIPPING):
+            first, again = (
+                episodes_of(server, model, template, "branching") for _ in range(2)
+            )
+            for number, episode in first.items():
+                assert _bits(again[number]) == _bits(episode)
+                assert (episode.end, episode.num_turns) == (End.COMPLETED, 6)
+                turns = [number for row in episode.rows for number in row.turns]
+                assert sorted(turns) == list(range(6)) and len(episode.rows) >= 3
+                for row in episode.rows:
+                    _require_log_probs(policy, row)
     finally:
         server.close()
     # Some episodes are one row, others begin one where a turn was cut.
