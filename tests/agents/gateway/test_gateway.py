@@ -439,6 +439,16 @@ async def _fails(door: Door) -> float:
     raise AssertionError
 
 
+async def _wants_more(door: Door) -> float:
+    reply = await chat(door).chat.completions.create(
+        model="m",
+        messages=TASK.messages,  # type: ignore[arg-type]
+        max_tokens=2,
+    )
+    assert reply.choices[0].finish_reason != "length"
+    raise AssertionError
+
+
 async def _insists(door: Door) -> float:
     client = chat(door)
     for _ in range(10**6):
@@ -458,6 +468,7 @@ async def _breaks(door: Door) -> float:
     ("agent", "end", "detail"),
     [
         (_fails, End.CONTEXT_OVERFLOW, ""),
+        (_wants_more, End.MAX_TOKENS, ""),
         (_insists, End.MAX_TURNS, ""),
         (_breaks, End.ENVIRONMENT_FAILED, "exited with status 3"),
     ],

@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from transformers import AutoModelForCausalLM
 
 from tests.agents.templates import PRESERVING, tokenizer_with
 from tests.controllers.runs import Inputs, command_here, lasting
@@ -85,14 +87,19 @@ def test_agents_of_frameworks_take_two_exact_steps(
 ) -> None:
     tokenizer = Path(tokenizer_with(PRESERVING).name_or_path)
     shape = TinyModelConfig(
-        hidden_size=32, num_layers=2, num_heads=2, num_kv_heads=1, head_size=16, intermediate_size=48,
-        tie_embeddings=True,
+        hidden_size=32, num_layers=2, num_heads=2, num_kv_heads=1, head_size=32, intermediate_size=48,
+        tie_embeddings=False,
     )  # fmt: skip
     model = make_tiny_qwen3(tmp_path / "model", tokenizer, shape, seed=0)
     config = json.loads((model / "config.json").read_text())
     (model / "config.json").write_text(
         json.dumps(config | {"max_position_embeddings": 1 << 15})
     )
+    policy = AutoModelForCausalLM.from_pretrained(model)
+    with torch.no_grad():
+        # At about half of all places the turn ends.
+        policy.lm_head.weight[tokenizer_with(PRESERVING).eos_token_id] *= 8
+    policy.save_pretrained(model)
     run_dir = tmp_path / "run"
     command_here(
         cluster, "train", "--config-name", "grpo", *inputs.rl(run_dir), f"model.path={model}",

@@ -76,7 +76,8 @@ class AgentSession:
     _num_other_terms: int = 0
     _num_refusals: int = 0
     _was_refused: asyncio.Event = field(default_factory=asyncio.Event)
-    _has_no_place: bool = False
+    _last_limit: End | None = None
+    """The limit that the agent's last answer was about; None if it was about none."""
 
     # --------------------------------------------------------------------------- calls
 
@@ -127,8 +128,9 @@ class AgentSession:
                 ]
         except BaseExceptionGroup as errors:
             raise self._refusal(errors.exceptions[0]) from None
-        self._has_no_place = False
         turns = [task.result() for task in tasks]
+        is_cut = any(each.action.finish == "length" for each, _ in turns)
+        self._last_limit = (self.policy.cut or End.MAX_TOKENS) if is_cut else None
         choices = [self._choice(call, sampled) for sampled, _ in turns]
         for choice in choices:
             echo, own = served(choice, call.stop), message_of(choice.sampled.action)
@@ -212,7 +214,7 @@ class AgentSession:
     def _refusal(self, error: BaseException) -> BaseException:
         """Return an error as what the client is told."""
         if isinstance(error, NoPlace | TextTooLong):
-            self._has_no_place = True
+            self._last_limit = End.CONTEXT_OVERFLOW
             most = self.policy.limits.context_tokens
             tokens = error.args[0]
             return CallRefused(
@@ -306,8 +308,8 @@ class AgentSession:
                 number = running.result()
             except Exception:
                 # Agents raise errors of their own about those that they are told.
-                if self._has_no_place:
-                    self.policy.over(End.CONTEXT_OVERFLOW)
+                if self._last_limit is not None:
+                    self.policy.over(self._last_limit)
                 if self.policy.end is None and self.policy.failure is None:
                     raise
         return self.posted if number is None else number
