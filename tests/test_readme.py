@@ -80,6 +80,7 @@ AS_IT_STANDS = (
     "cat > grader.py",
     "cat > loss.py",
     "cat > hint.py",
+    "cat > my_agent.py",
     "cat > sums.csv",
     "scripts/prepare_data",
 )
