@@ -242,6 +242,7 @@ class Terms:
         top_k: The number of tokens that are sampled from; -1 is all tokens.
         trains: Whether the policy learns from its rows.
         model: The policy's name for clients.
+        reads_tools: Whether calls of tools are read in its turns.
     """
 
     temperature: float = 1.0
@@ -249,6 +250,7 @@ class Terms:
     top_k: int = -1
     trains: bool = False
     model: str = "policy"
+    reads_tools: bool = True
 
 
 @dataclass(frozen=True)

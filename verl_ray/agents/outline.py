@@ -16,6 +16,7 @@ and a turn costs what it adds.
 
 from __future__ import annotations
 
+import copy
 import re
 from collections.abc import Callable, Hashable, Mapping, Sequence
 
@@ -47,6 +48,13 @@ class Outline:
         self._tried: dict[_Kinds, int] = {}
         self._is_faithful = True
         self.extend(messages)
+
+    def copy(self) -> Outline:
+        """Return another one of the same messages."""
+        other = copy.copy(self)
+        other._units, other._kinds = {**self._units}, [*self._kinds]
+        other._tried = {**self._tried}
+        return other
 
     def extend(self, messages: Sequence[Message]) -> None:
         """Add messages behind all others."""

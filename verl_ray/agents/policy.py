@@ -11,7 +11,14 @@ import contextlib
 import hashlib
 import math
 from collections import Counter
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import (
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Collection,
+    Mapping,
+    Sequence,
+)
 from dataclasses import dataclass
 from typing import Any
 
@@ -79,9 +86,9 @@ class Limits:
     close_s: float = 10.0
 
 
-Branch = tuple[int, bytes, int]
-"""A turn's number in its path, the digest of its prompt's tokens, and how many turns
-behind the same prompt were asked for before.
+Branch = tuple[int, bytes, int, str]
+"""A turn's number in its path, the digest of its prompt's tokens, how many turns were
+asked for before in the same words, and how it was to be sampled.
 """
 
 
@@ -101,8 +108,9 @@ def branch_seed(seed: int, branch: Branch) -> int:
     Args:
         seed: The seed of the episode.
         branch: The place of the turn, which alone decides, whenever others are sampled.
+            Where it is to be cut decides nothing.
     """
-    depth, digest, number = branch
+    depth, digest, number, _ = branch
     return _seed_of(f"{seed}:branch:{depth}:{number}:".encode() + digest)
 
 
@@ -173,9 +181,10 @@ class EpisodePolicy:
         """Whether the rows are as they will be, whatever is still being sampled."""
         self._num_open = 0
         # Beginnings and ends of turns are events.
-        self._num_events = self._last_call = 0
+        self._num_events = self._last_call = self._num_calls = 0
+        self._last: SampledTurn | None = None
         self._has_parallel = False
-        self._num_asked: Counter[bytes] = Counter()
+        self._num_asked: Counter[tuple[bytes, str]] = Counter()
         self._places: dict[SampledTurn, tuple[int, Branch]] = {}
         self._last_turns: list[SampledTurn] = []
         """The turn that ends each conversation."""
@@ -186,10 +195,21 @@ class EpisodePolicy:
         return len(self.transcript.turns)
 
     @property
+    def num_turns_left(self) -> int:
+        """Turns that may be sampled beside those that are being sampled."""
+        return self.limits.max_turns - self.num_turns - self._num_open
+
+    @property
+    def last_turn(self) -> SampledTurn | None:
+        """The turn that is paid and graded; None where there is none."""
+        turns = self.transcript.turns
+        return self._last or (turns[-1] if turns else None)
+
+    @property
     def response(self) -> str:
         """The last turn as text, thoughts included; empty where there is none."""
-        turns = self.transcript.turns
-        return str(message_of(turns[-1].sampled.action)["content"]) if turns else ""
+        turn = self.last_turn
+        return "" if turn is None else str(message_of(turn.sampled.action)["content"])
 
     async def respond(
         self,
@@ -246,7 +266,7 @@ class EpisodePolicy:
         stop: Sequence[str] = (),
         max_tokens: int | None = None,
         constraint: Mapping[str, Any] | None = None,
-    ) -> tuple[Sampled, int]:
+    ) -> tuple[SampledTurn, int]:
         """Return a turn after these messages, and the tokens of its prompt.
 
         Others may be sampled at the same time. Its seed follows from its own branch, so
@@ -263,16 +283,20 @@ class EpisodePolicy:
             Exception: Whatever the sampler raises.
         """
         self._require_open()
-        waits = contextlib.nullcontext()
-        async with self._turn if self.limits.max_tokens is not None else waits:
+        async with self._place_in_time():
             self._require_open()
-            prompt, most, limit = self._prompt(messages, tools, None)
-            digest = hashlib.blake2b(prompt.tokens.tobytes(), digest_size=16).digest()
-            branch = (prompt.depth, digest, self._num_asked[digest])
-            self._num_asked[digest] += 1
+            try:
+                prompt, most, limit = self._prompt(messages, tools, None)
+            except NoPlace as error:
+                self._note_overflow(str(error))
+                raise
+            tokens = hashlib.blake2b(prompt.tokens.tobytes()).digest()
+            terms = repr((tuple(stop), max_tokens, constraint))
+            number = self._num_asked[tokens, terms]
+            self._num_asked[tokens, terms] += 1
+            branch = (prompt.depth, tokens, number, terms)
             self._num_events += 1
             self._last_call = self._num_events
-            self._has_parallel |= self._num_open > 0
             bound = min(most, self.limits.max_turn_tokens or most, max_tokens or most)
             seed = branch_seed(self._seed, branch)
             self._num_open += 1
@@ -285,34 +309,59 @@ class EpisodePolicy:
             # A limit that another turn has reached meanwhile does not undo this one.
             if self.is_closed:
                 self._require_open()
-            turn = self._record(prompt, sampled, bound)
+            turn = self._record(prompt, sampled, bound, is_alternative=True)
             self._num_events += 1
             self._places[turn] = (self._num_events, branch)
             self._keep(messages, turn)
             is_cut = sampled.action.finish == "length" and bound == most
             self.cut = limit if is_cut else None
             self._count_calls(sampled.action)
-            return sampled, len(prompt.tokens)
+            return turn, len(prompt.tokens)
 
-    def settle(self) -> None:
+    @contextlib.asynccontextmanager
+    async def _place_in_time(self) -> AsyncIterator[None]:
+        """Count a call of `answer` for the time of a block, which may wait first."""
+        self._num_calls += 1
+        self._has_parallel |= self._num_calls > 1
+        try:
+            if self.limits.max_tokens is None:
+                yield
+            else:
+                async with self._turn:
+                    yield
+        finally:
+            self._num_calls -= 1
+
+    def settle(self, unread: Collection[SampledTurn]) -> None:
         """Order what was sampled: no further turn is recorded.
 
-        Turns of which none was sampled beside another stay in the order of time. That
-        of others is chance, so they are ordered by what they answer; but the last turn
-        in time stays the last.
+        Turns of calls of which none overlapped stay in the order of time. That of
+        others is chance, so they are ordered by what they answer, and of alternatives
+        the first stands last; but what the last call has answered stays behind them.
+
+        Args:
+            unread: Turns that nobody has received. None of them is the last one, which
+                is paid and graded, unless there are no others.
         """
         self.is_closed = True
-        if not self._has_parallel:
-            return
+        turns = self.transcript.turns
 
-        def place(turn: SampledTurn) -> tuple[bool, Branch]:
-            ended, branch = self._places[turn]
-            return (ended > self._last_call, branch)
+        def place(turn: SampledTurn) -> tuple[bool, int, bytes, int, str]:
+            ended, (depth, digest, number, terms) = self._places[turn]
+            return (ended > self._last_call, depth, digest, -number, terms)
 
-        self.transcript.turns.sort(key=place)
+        if self._has_parallel:
+            turns.sort(key=place)
+        places = {turn: number for number, turn in enumerate(turns)}
+        read = [turn for turn in turns if turn not in unread]
+        if read:
+            self._last = read[-1]
+            places[self._last] = len(turns)
+        if unread:
+            self.record(unread_turns=float(len(unread)))
         spoken = sorted(
             zip(self._last_turns, self.conversations, strict=True),
-            key=lambda pair: place(pair[0]),
+            key=lambda pair: places[pair[0]],
         )
         self.conversations = [messages for _, messages in spoken]
 
@@ -363,9 +412,9 @@ class EpisodePolicy:
     def pay(self, reward: float) -> None:
         """Add a reward to the last turn."""
         self.score += reward
-        turns = self.transcript.turns
-        if turns:
-            turns[-1].reward += reward
+        turn = self.last_turn
+        if turn is not None:
+            turn.reward += reward
 
     def record(self, /, **metrics: float) -> None:
         """Keep numbers about the episode; see `Policy`.
@@ -455,7 +504,7 @@ class EpisodePolicy:
             EpisodeEnded: A limit of the episode is reached.
             NoPlace: The prompt leaves no place for a turn.
         """
-        if self.num_turns + self._num_open >= self.limits.max_turns:
+        if self.num_turns_left < 1:
             raise self.over(End.MAX_TURNS)
         remaining = self._remaining_tokens()
         if remaining < 1:
@@ -478,12 +527,15 @@ class EpisodePolicy:
         Args:
             tokens: How many tokens the prompt has.
         """
+        self._note_overflow(tokens)
+        return self.over(End.CONTEXT_OVERFLOW)
+
+    def _note_overflow(self, tokens: str) -> None:
         if not self.num_turns:
             self.overflow = (
                 f"its first prompt has {tokens} tokens, and with a turn it may have"
                 f" {self.limits.context_tokens} ({CONTEXT_KEYS})"
             )
-        return self.over(End.CONTEXT_OVERFLOW)
 
     def _remaining_tokens(self) -> float:
         """Return how many tokens the episode may sample, possibly infinity."""
@@ -546,9 +598,13 @@ class EpisodePolicy:
         prompt: TurnPrompt,
         sampled: Sampled,
         max_tokens: int,
+        *,
+        is_alternative: bool = False,
     ) -> SampledTurn:
         try:
-            turn = self.transcript.record(prompt, sampled, max_tokens)
+            turn = self.transcript.record(
+                prompt, sampled, max_tokens, is_alternative=is_alternative
+            )
         except ValueError as error:
             self.failure = error
             raise

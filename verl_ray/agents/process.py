@@ -112,7 +112,10 @@ class _Episodes:
         """
         self._writer = writer
         self._limits = start.limits
-        self._policy_name = start.policy_name
+        self._known_terms: dict[str, Any] = {
+            "model": start.policy_name,
+            "reads_tools": start.reads_tools,
+        }
         self._clock = Clock()
         # A user's file may ask for them at its top level.
         provide(start.models)
@@ -182,7 +185,7 @@ class _Episodes:
             self._limits,
             fields["environment_seed"],
             self._clock,
-            Terms(**fields["terms"], model=self._policy_name),
+            Terms(**fields["terms"], **self._known_terms),
             self._tell,
         )
         return episode_frame(number, episode)

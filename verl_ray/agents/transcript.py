@@ -15,6 +15,7 @@ import itertools
 import json
 import marshal
 from array import array
+from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -84,9 +85,13 @@ class TurnPrompt:
         return 0 if self.parent is None else len(self.parent.path())
 
 
+_MOST_SEEN = 4
+"""Conversations that are remembered, and so branches that go on in turn."""
+
+
 @dataclass
 class _Seen:
-    """The last conversation, so that one which begins with it costs what it adds.
+    """A late conversation, so that one which begins with it costs what it adds.
 
     Attributes:
         tools: Its tools, as bytes that others have only if they are the same.
@@ -111,9 +116,9 @@ class Transcript:
         # Of turns with the same conversation the last one counts: whoever repeats a
         # call goes on with the second answer.
         self._by_digest: dict[bytes, SampledTurn] = {}
-        self._seen = _Seen(b"", b"", [])
-        # The last turn, and the tokens of its path.
-        self._path: tuple[SampledTurn | None, array[int]] = (None, _ids())
+        self._seen: list[_Seen] = []
+        # The last turns, and the tokens of their paths.
+        self._paths: deque[tuple[SampledTurn, array[int]]] = deque(maxlen=_MOST_SEEN)
 
     def prompt(
         self,
@@ -141,7 +146,13 @@ class Transcript:
             context = self._renderer.begin(messages, tools, most_tokens)
             prompt = TurnPrompt(None, context, _ids(context), digests[-1])
         seen.outline.extend(messages[num_known:])
-        self._seen = seen
+        # One that this one begins with is not needed any more.
+        others = [
+            each
+            for each in self._seen
+            if each.tools != seen.tools or not seen.messages.startswith(each.messages)
+        ]
+        self._seen = [*others, seen][-_MOST_SEEN:]
         return prompt
 
     def _known(
@@ -149,27 +160,34 @@ class Transcript:
     ) -> tuple[_Seen, int]:
         """Return what is known of a conversation, and of how many messages."""
         tools_bytes, messages_bytes = _exact(tools), _exact(messages)
-        seen = self._seen
-        num_known = len(seen.digests) - 1
-        if (
-            num_known > 0
-            and messages_bytes
+        begun = [
+            seen
+            for seen in self._seen
+            if messages_bytes
             and seen.tools == tools_bytes
             and messages_bytes.startswith(seen.messages)
-        ):
-            # What is known stays as it is if the conversation is refused.
-            digests = [*seen.digests]
-            known = _Seen(tools_bytes, messages_bytes, digests, seen.outline)
-            return known, num_known
-        return _Seen(tools_bytes, messages_bytes, [_digest(b"", list(tools))]), 0
+        ]
+        if not begun:
+            return _Seen(tools_bytes, messages_bytes, [_digest(b"", list(tools))]), 0
+        longest = max(begun, key=lambda seen: len(seen.messages))
+        # What is known stays as it is: the conversation may be refused, or go on in two
+        # ways.
+        digests, outline = [*longest.digests], longest.outline.copy()
+        known = _Seen(tools_bytes, messages_bytes, digests, outline)
+        return known, len(longest.digests) - 1
 
     def record(
         self,
         prompt: TurnPrompt,
         sampled: Sampled,
         max_tokens: int,
+        *,
+        is_alternative: bool = False,
     ) -> SampledTurn:
         """Add a turn that was sampled behind a prompt, and return it.
+
+        Args:
+            is_alternative: Whether an earlier turn that says the same goes before it.
 
         Raises:
             ValueError: The engine returned no tokens, more than `max_tokens`, or
@@ -191,9 +209,11 @@ class Transcript:
         if prompt.parent is not None:
             prompt.parent.is_continued = True
         self.turns.append(turn)
-        self._path = (turn, prompt.tokens + _ids(sampled.tokens))
+        self._paths.append((turn, prompt.tokens + _ids(sampled.tokens)))
         own = message_of(sampled.action)
-        self._by_digest[_digest(prompt.digest, own)] = turn
+        digest = _digest(prompt.digest, own)
+        if not is_alternative or digest not in self._by_digest:
+            self._by_digest[digest] = turn
         return turn
 
     def rows(self) -> list[EpisodeRow]:
@@ -248,9 +268,9 @@ class Transcript:
 
     def _tokens_until(self, turn: SampledTurn) -> array[int]:
         """Return the tokens of the path that ends with a turn."""
-        last, tokens = self._path
-        if turn is last:
-            return tokens
+        for last, tokens in self._paths:
+            if turn is last:
+                return tokens
         parts = [
             part for each in turn.path() for part in (each.context, each.sampled.tokens)
         ]

@@ -74,6 +74,7 @@ class EpisodeStart:
             `data.special_tokens`.
         models: Frozen models that environments talk to, by name.
         policy_name: Name of the policy for clients of its episodes.
+        reads_tools: Whether calls of tools are read in turns.
     """
 
     environments: Mapping[str, tuple[str, Mapping[str, Any]]]
@@ -85,6 +86,7 @@ class EpisodeStart:
     special_tokens: SpecialTokens = "escape"
     models: Mapping[str, ChatSettings] = field(default_factory=dict)
     policy_name: str = "policy"
+    reads_tools: bool = True
 
     @classmethod
     def of_run(
@@ -131,6 +133,7 @@ class EpisodeStart:
             special_tokens,
             models,
             policy_name,
+            agent.tool_parser is not None,
         )
 
     def renderer(self) -> Renderer:
@@ -161,6 +164,7 @@ class EpisodeStart:
             fields["special_tokens"],
             {name: ChatSettings(**each) for name, each in fields["models"].items()},
             fields["policy_name"],
+            fields["reads_tools"],
         )
 
 

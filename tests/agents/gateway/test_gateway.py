@@ -397,6 +397,99 @@ def test_parallel_calls_are_branches_in_any_order(slow: str) -> None:
     assert turns == list(range(6))
 
 
+def test_calls_in_the_same_words_at_the_same_time_are_turns_of_their_own() -> None:
+    """And an echo stands for the very turn that it says, by its ids and its words."""
+
+    async def agent(door: Door) -> None:
+        client = chat(door)
+        ask = client.chat.completions.create
+        options: Any = {"model": "m", "messages": [{"role": "user", "content": "n"}]}
+        replies = await asyncio.gather(*(ask(**options) for _ in range(3)))
+        said = [reply.choices[0].message for reply in replies]
+        assert len({reply.id for reply in replies}) == 3
+        options["messages"] += [
+            said[1].model_dump(exclude_none=True), {"role": "user", "content": "on"}
+        ]  # fmt: skip
+        await ask(**options)
+        chosen.append(said[1].content)
+
+        tools: Any = [ADD]
+        calling = await ask(**options | {"n": 2, "tools": tools})
+        second = calling.choices[1].message
+        options["messages"] += [
+            second.model_dump(exclude_none=True),
+            {"role": "tool", "tool_call_id": second.tool_calls[0].id, "content": "5"},
+        ]  # fmt: skip
+        await ask(**options, tools=tools)
+
+        first = await client.responses.create(model="m", input="n", instructions="I")
+        other = await client.responses.create(model="m", input="n", instructions="I")
+        assert first.output_text != other.output_text
+        for each in (first, other):
+            await client.responses.create(
+                model="m", input="on", previous_response_id=each.id
+            )
+            chosen.append(each.output_text)
+
+    def text(prompt: str, seed: int) -> str:
+        if "Tools:" in prompt and "\n5<" not in prompt:
+            # Which of them it is does not show in the words.
+            thought = f"<think>{seed % 1000}</think>"
+            return (
+                thought + '<tool_call>\n{"name": "add", "arguments": {}}\n</tool_call>'
+            )
+        return f"{seed % 10} {seed % 1000}"
+
+    chosen: list[str | None] = []
+    episode, sampler = play(agent, text)
+    assert episode.num_turns == 11
+    on, *_, after_first, after_other = [
+        prompt for prompt in sampler.prompts if "\non<" in prompt and "Tools:" not in prompt
+    ]  # fmt: skip
+    pairs = zip((on, after_first, after_other), chosen, strict=True)
+    assert all(f"assistant\n{words}<" in prompt for prompt, words in pairs)
+    # Instructions hold for their own request.
+    assert "system" not in after_first
+    (after_call,) = [prompt for prompt in sampler.prompts if "\n5<" in prompt]
+    thoughts = [
+        re.findall("<think>(.*?)</think>", text)
+        for text, _ in words(episode)
+        if "Tools:" in text
+    ]
+    assert re.findall("<think>(.*?)</think>", after_call) in thoughts
+    assert len({str(each) for each in thoughts}) == 2
+
+
+def test_what_nobody_received_is_not_paid() -> None:
+    async def agent(door: Door) -> float:
+        client = chat(door, max_retries=0)
+        ask = client.chat.completions.create
+        await ask(model="m", messages=[{"role": "user", "content": "a"}], n=2)
+        with pytest.raises(openai.APITimeoutError):
+            await ask(
+                model="m", messages=[{"role": "user", "content": "slow"}], timeout=0.1
+            )
+        with pytest.raises(openai.BadRequestError, match=r"agent\.max_turns"):
+            await ask(model="m", messages=[{"role": "user", "content": "a"}], n=16)
+        await asyncio.sleep(0.5)
+        return 1.0
+
+    episode, _ = play(
+        agent,
+        lambda prompt, seed: f"{seed % 1000}",
+        Limits(max_turns=10, context_tokens=4000, close_s=2.0),
+        delay_s=lambda prompt: 0.3 if "slow" in prompt else 0.0,
+    )
+    assert episode.detail == ""
+    assert episode.metrics == {"unread_turns": 1.0} and episode.num_turns == 3
+    rewards = {
+        text.rpartition("user\n")[2][:1]: sum(reward for _, reward in row.rewards)
+        for (text, _), row in zip(words(episode), episode.rows, strict=True)
+    }
+    assert rewards["s"] == 0 and episode.score == sum(rewards.values()) == 1
+    assert "slow" not in str(episode.conversations[-1])
+
+
 def test_a_limit_ends_an_episode_and_a_long_prompt_does_not() -> None:
     late: dict[str, Any] = {}
 

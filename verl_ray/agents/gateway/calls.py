@@ -27,6 +27,8 @@ class ModelCall:
         tools: Schemas of the tools that the policy may call.
         stop: Texts that end a turn.
         max_tokens: Most tokens of a turn; None for the limits' own.
+        num_instructions: Messages at the beginning that hold for this call alone, and
+            not for one that continues its answer.
         num_choices: Turns that are asked for, each an alternative of the others.
         is_stream: Whether the answer is sent as events.
         has_log_probs: Whether the answer holds the log-prob of each token.
@@ -44,6 +46,7 @@ class ModelCall:
     tools: Sequence[ToolSchema] = ()
     stop: Sequence[str] = ()
     max_tokens: int | None = None
+    num_instructions: int = 0
     num_choices: int = 1
     is_stream: bool = False
     has_log_probs: bool = False

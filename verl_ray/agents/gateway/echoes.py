@@ -12,12 +12,46 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections import deque
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from verl_ray.agents.contract import Message
 
 Digest = bytes
+
+_MOST_SEEN = 4
+"""Conversations that are remembered, so that one which goes on costs what it adds."""
+
+
+@dataclass(frozen=True, eq=False)
+class Recalled:
+    """A conversation that an agent has sent.
+
+    Attributes:
+        messages: The messages as they came.
+        own: The same as chat templates take them, with the policy's turns as they were
+            sampled.
+        digests: Digests of no message, one message, two messages, ...
+    """
+
+    messages: Sequence[Message]
+    own: Sequence[Message]
+    digests: Sequence[Digest]
+
+    @property
+    def digest(self) -> Digest:
+        """The digest of the whole."""
+        return self.digests[-1]
+
+
+@dataclass(frozen=True, eq=False)
+class _Turn:
+    """A turn as the agent was told it, and as it was sampled."""
+
+    answer: Message
+    own: Message
 
 
 class Echoes:
@@ -25,36 +59,76 @@ class Echoes:
 
     def __init__(self) -> None:
         """Begin without any turn."""
-        self._own: dict[Digest, Message] = {}
+        self._turns: dict[Digest, list[_Turn]] = {}
+        # Each message that came, with the conversation before it.
+        self._parents: dict[Digest, tuple[Digest, Message]] = {}
+        self._seen: deque[Recalled] = deque(maxlen=_MOST_SEEN)
 
-    def recalled(self, messages: Sequence[Message]) -> list[Message]:
-        """Return a conversation in which the policy's turns are as they were sampled.
+    def recall(self, messages: Sequence[Message]) -> Recalled:
+        """Find the policy's turns in a conversation."""
+        seen, num_known = self._longest(messages)
+        digests = [*seen.digests[: num_known + 1]] if seen else [b""]
+        own = [*seen.own[:num_known]] if seen else []
+        for message in messages[num_known:]:
+            digest = _digest(digests[-1], message)
+            self._parents.setdefault(digest, (digests[-1], message))
+            turns = self._turns.get(digest, ())
+            turn = max(
+                turns, key=lambda each: _closeness(message, each.answer), default=None
+            )
+            digests.append(digest)
+            own.append(_bare(message) if turn is None else turn.own)
 
-        Other messages are as chat templates take them: without ids, which may differ
-        each time.
-        """
-        digest = b""
-        recalled: list[Message] = []
-        for message in messages:
-            digest = _digest(digest, message)
-            own = self._own.get(digest) if message["role"] == "assistant" else None
-            recalled.append(_bare(message) if own is None else own)
+        recalled = Recalled(messages, own, digests)
+        if seen is not None and num_known == len(seen.messages):
+            self._seen.remove(seen)
+        self._seen.append(recalled)
         return recalled
 
-    def record(
-        self, messages: Sequence[Message], answer: Message, own: Message
-    ) -> None:
+    def record(self, recalled: Recalled, answer: Message, own: Message) -> None:
         """Remember a turn behind the conversation that it answers.
 
         Args:
-            messages: The conversation, as the agent has sent it.
+            recalled: The conversation.
             answer: The turn as the agent is told it.
             own: The turn as it was sampled.
         """
-        digest = b""
-        for message in [*messages, answer]:
-            digest = _digest(digest, message)
-        self._own[digest] = own
+        digest = _digest(recalled.digest, answer)
+        self._turns.setdefault(digest, []).append(_Turn(answer, own))
+
+    def conversation(self, digest: Digest) -> list[Message]:
+        """Return the messages of a conversation that came before."""
+        messages: list[Message] = []
+        # Ends at the beginning of the conversation.
+        while digest:
+            digest, message = self._parents[digest]
+            messages.append(message)
+        return messages[::-1]
+
+    def _longest(self, messages: Sequence[Message]) -> tuple[Recalled | None, int]:
+        """Return the conversation with which this one has most in common, and how much
+        that is.
+        """
+        longest: tuple[Recalled | None, int] = None, 0
+        for seen in self._seen:
+            pairs = zip(messages, seen.messages, strict=False)
+            shared = next(
+                (at for at, (new, old) in enumerate(pairs) if new != old),
+                min(len(messages), len(seen.messages)),
+            )
+            if shared > longest[1]:
+                longest = seen, shared
+        return longest
+
+
+def _closeness(message: Message, answer: Message) -> tuple[bool, bool, bool]:
+    """Return how surely a message is this one of several answers that say the same."""
+    ids = [call.get("id") for call in message.get("tool_calls") or ()]
+    own_ids = [call.get("id") for call in answer.get("tool_calls") or ()]
+    is_same_text = (message.get("content") or "") == (answer.get("content") or "")
+    thought = message.get("reasoning") or ""
+    is_same_thought = thought == (answer.get("reasoning") or "")
+    return bool(ids) and ids == own_ids, is_same_text and is_same_thought, is_same_text
 
 
 def _digest(before: Digest, message: Message) -> Digest:
@@ -76,7 +150,7 @@ def _essence(message: Message) -> object:
 
 
 def _bare(message: Message) -> Message:
-    """Return a message without ids and nulls."""
+    """Return a message without ids and nulls, which may differ each time."""
     bare = {
         name: part
         for name, part in message.items()

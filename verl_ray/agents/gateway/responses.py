@@ -94,6 +94,7 @@ class ResponsesProtocol(Protocol):
             sampling=sampling(fields),
             constraint=constraint,
             previous=previous,
+            num_instructions=int(instructions is not None),
         )
         fields.close(WITHOUT_EFFECT, NEUTRAL)
         return call

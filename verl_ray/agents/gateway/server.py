@@ -33,9 +33,9 @@ from verl_ray.agents.gateway.chat import ChatProtocol
 from verl_ray.agents.gateway.launch import Agent, Door
 from verl_ray.agents.gateway.messages import MessagesProtocol
 from verl_ray.agents.gateway.responses import ResponsesProtocol
-from verl_ray.agents.gateway.session import AgentSession, Answer
+from verl_ray.agents.gateway.session import HIDDEN, AgentSession, Answer
 from verl_ray.agents.policy import EpisodePolicy
-from verl_ray.errors import AgentFailed, CallRefused
+from verl_ray.errors import CallRefused
 
 HOST = "127.0.0.1"
 
@@ -54,8 +54,6 @@ _FIRST_SIGN_S = 10.0
 
 _SHUTDOWN_S = 0.1
 
-_HIDDEN = "(the key of the episode)"
-"""What stands for a secret that an agent has printed."""
 
 _CHAT, _RESPONSES, _MESSAGES = ChatProtocol(), ResponsesProtocol(), MessagesProtocol()
 
@@ -131,7 +129,7 @@ class Gateway:
         self._guests[_key(secret)] = guest
 
         def keep_output(text: str) -> None:
-            policy.output = text.replace(secret, _HIDDEN)
+            policy.output = text.replace(secret, HIDDEN)
 
         url = f"http://{HOST}:{self._port}"
         try:
@@ -239,15 +237,16 @@ def _calls(protocol: Protocol) -> Served:
         fields, body = await _read(request)
         call = protocol.read(fields)
         retries = request.headers.get("x-stainless-retry-count", "0")
-        answer = guest.session.answer(protocol, call, body, is_retry=retries != "0")
-        if call.is_stream:
-            return await _stream(request, protocol, call, answer)
-        reply = await asyncio.shield(answer.reply)
-        response = web.json_response(protocol.whole(call, reply))
-        await response.prepare(request)
-        await response.write_eof()
-        answer.was_delivered = True
-        return response
+        is_retry = retries != "0"
+        with guest.session.answer(protocol, call, body, is_retry=is_retry) as answer:
+            if call.is_stream:
+                return await _stream(request, protocol, call, answer)
+            reply = await asyncio.shield(answer.reply)
+            response = web.json_response(protocol.whole(call, reply))
+            await response.prepare(request)
+            await response.write_eof()
+            answer.was_delivered = True
+            return response
 
     return serve
 
@@ -376,10 +375,6 @@ def run_of(agent: Agent) -> Run:
         gateway = await gateway_here()
         launch = agent.launch
         async with gateway.guest(policy, launch.reward) as (session, door):
-            try:
-                return await session.course(launch, task, door)
-            except AgentFailed as failure:
-                text = str(failure).replace(door.api_key, _HIDDEN)
-                raise AgentFailed(text) from None
+            return await session.course(launch, task, door)
 
     return run

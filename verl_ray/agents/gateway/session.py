@@ -12,7 +12,7 @@ import contextlib
 import hashlib
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,20 +26,22 @@ from verl_ray.agents.contract import (
 )
 from verl_ray.agents.gateway.calls import CallChoice, CallReply, ModelCall, Protocol
 from verl_ray.agents.gateway.conversation import in_order, served
-from verl_ray.agents.gateway.echoes import Echoes
+from verl_ray.agents.gateway.echoes import Digest, Echoes
 from verl_ray.agents.gateway.launch import Door, Launch
 from verl_ray.agents.policy import EpisodePolicy, NoPlace
 from verl_ray.agents.returned import number_of
 from verl_ray.agents.template import TextTooLong
+from verl_ray.agents.transcript import SampledTurn
 from verl_ray.errors import AgentFailed, CallRefused, DataError
+
+HIDDEN = "(the key of the episode)"
+"""What stands for a secret that an agent has printed."""
 
 _AFTER_END_S = 10.0
 """Seconds that an agent may take once it was told that its episode is over."""
 
 _MOST_REFUSALS = 100
 """Calls after the end for which an agent is stopped before."""
-
-_LEADING = ("system",)
 
 
 @dataclass(eq=False)
@@ -48,11 +50,30 @@ class Answer:
 
     Attributes:
         reply: The task that makes it.
+        turns: Its turns, once they are sampled.
         was_delivered: Whether a client has all of it.
+        num_waiting: Requests that wait for it.
     """
 
     reply: asyncio.Task[CallReply]
+    turns: list[SampledTurn]
     was_delivered: bool = False
+    num_waiting: int = 0
+
+
+@dataclass(frozen=True)
+class _Link:
+    """An answer that a later request may name.
+
+    Attributes:
+        digest: Digest of the conversation that it answers.
+        num_instructions: Messages of that which hold for its own request alone.
+        answer: The answer, as the agent was told it.
+    """
+
+    digest: Digest
+    num_instructions: int
+    answer: Message
 
 
 @dataclass(eq=False)
@@ -71,8 +92,10 @@ class AgentSession:
     posted: float | None = None
     is_over: bool = False
     _echoes: Echoes = field(default_factory=Echoes)
-    _answers: dict[bytes, Answer] = field(default_factory=dict)
-    _conversations: dict[str, list[Message]] = field(default_factory=dict)
+    _answers: dict[bytes, list[Answer]] = field(default_factory=dict)
+    """Answers to each request, the oldest first."""
+    _links: dict[str, _Link] = field(default_factory=dict)
+    _has_ended: bool = False
     _num_other_terms: int = 0
     _num_refusals: int = 0
     _was_refused: asyncio.Event = field(default_factory=asyncio.Event)
@@ -81,10 +104,13 @@ class AgentSession:
 
     # --------------------------------------------------------------------------- calls
 
+    @contextlib.contextmanager
     def answer(
         self, protocol: Protocol, call: ModelCall, body: bytes, *, is_retry: bool
-    ) -> Answer:
-        """Return the answer to a request, which is sampled unless it is known.
+    ) -> Iterator[Answer]:
+        """Yield the answer to a request, which is sampled unless it is known.
+
+        The block waits for it and delivers it.
 
         Args:
             body: The request as it came.
@@ -92,29 +118,37 @@ class AgentSession:
         """
         name = type(protocol).__name__.encode()
         key = hashlib.blake2b(name + body, digest_size=16).digest()
-        known = self._answers.get(key)
-        if known is not None and (is_retry or not known.was_delivered):
-            return known
-        answer = Answer(asyncio.create_task(self._reply(protocol, call)))
-        self._answers[key] = answer
+        answers = self._answers.setdefault(key, [])
+        answer = _answer_again(answers, is_retry)
+        if answer is None:
+            turns: list[SampledTurn] = []
+            reply = asyncio.create_task(self._reply(protocol, call, turns))
+            answer = Answer(reply, turns)
+            answers.append(answer)
+            made = answer
 
-        def forget_refusal(task: asyncio.Task[CallReply]) -> None:
-            # Whatever was refused may be asked again.
-            refused = task.cancelled() or task.exception() is not None
-            if refused and self._answers.get(key) is answer:
-                del self._answers[key]
+            def forget_refusal(task: asyncio.Task[CallReply]) -> None:
+                # Whatever was refused may be asked again.
+                if task.cancelled() or task.exception() is not None:
+                    answers.remove(made)
 
-        answer.reply.add_done_callback(forget_refusal)
-        return answer
+            reply.add_done_callback(forget_refusal)
+        answer.num_waiting += 1
+        try:
+            yield answer
+        finally:
+            answer.num_waiting -= 1
 
-    async def _reply(self, protocol: Protocol, call: ModelCall) -> CallReply:
+    async def _reply(
+        self, protocol: Protocol, call: ModelCall, turns: list[SampledTurn]
+    ) -> CallReply:
+        """Return the answer to a call, whose turns are added to a list."""
         self._check_terms(call)
-        conversation = self._conversation(call)
-        messages = self._echoes.recalled(conversation)
+        recalled = self._echoes.recall(self._conversation(call))
 
-        async def turn() -> tuple[Sampled, int]:
+        async def turn() -> tuple[SampledTurn, int]:
             return await self.policy.answer(
-                messages,
+                recalled.own,
                 call.tools,
                 stop=call.stop,
                 max_tokens=call.max_tokens,
@@ -123,36 +157,34 @@ class AgentSession:
 
         try:
             async with asyncio.TaskGroup() as group:
-                tasks = [
-                    group.create_task(turn()) for _ in range(max(1, call.num_choices))
-                ]
+                tasks = [group.create_task(turn()) for _ in range(call.num_choices)]
         except BaseExceptionGroup as errors:
             raise self._refusal(errors.exceptions[0]) from None
-        turns = [task.result() for task in tasks]
-        is_cut = any(each.action.finish == "length" for each, _ in turns)
+        turns += [task.result()[0] for task in tasks]
+        is_cut = any(each.sampled.action.finish == "length" for each in turns)
         self._last_limit = (self.policy.cut or End.MAX_TOKENS) if is_cut else None
-        choices = [self._choice(call, sampled) for sampled, _ in turns]
-        for choice in choices:
-            echo, own = served(choice, call.stop), message_of(choice.sampled.action)
-            self._echoes.record(conversation, echo, own)
+        self._num_refusals = 0
+        choices = [self._choice(call, each.sampled) for each in turns]
+        answers = [served(choice, call.stop) for choice in choices]
+        for choice, answer in zip(choices, answers, strict=True):
+            self._echoes.record(recalled, answer, message_of(choice.sampled.action))
 
         reply = CallReply(
             number=uuid.uuid4().hex,
             model=self.policy.terms.model,
             created=int(time.time()),
-            num_prompt_tokens=turns[0][1],
+            num_prompt_tokens=tasks[0].result()[1],
             choices=choices,
         )
-        turn_served = served(choices[0], call.stop)
-        whole = [*conversation, turn_served]
-        self._conversations[protocol.response_id(reply)] = whole
+        link = _Link(recalled.digest, call.num_instructions, answers[0])
+        self._links[protocol.response_id(reply)] = link
         return reply
 
     def num_tokens(self, call: ModelCall) -> int:
         """Return how many tokens the prompt of a call has."""
         try:
-            messages = self._echoes.recalled(self._conversation(call))
-            return self.policy.num_prompt_tokens(messages, call.tools)
+            recalled = self._echoes.recall(self._conversation(call))
+            return self.policy.num_prompt_tokens(recalled.own, call.tools)
         except Exception as error:
             raise self._refusal(error) from None
 
@@ -160,23 +192,36 @@ class AgentSession:
         """Return all messages of a call, those of the answer that it names included."""
         if call.previous is None:
             return list(call.messages)
-        earlier = self._conversations.get(call.previous)
-        if earlier is None:
+        link = self._links.get(call.previous)
+        if link is None:
             raise CallRefused(
                 f"no answer of this episode has the id {call.previous!r}",
                 "previous_response_id",
                 status=404,
             )
-        # What instructs the policy now takes the place of what did before.
-        leading = _num_leading(call.messages)
-        behind = earlier[_num_leading(earlier) :] if leading else earlier
-        whole = [*call.messages[:leading], *behind, *call.messages[leading:]]
+        # What instructed the policy then does so no longer.
+        earlier = self._echoes.conversation(link.digest)[link.num_instructions :]
+        instructions = call.messages[: call.num_instructions]
+        further = call.messages[call.num_instructions :]
         # Only here the results are beside their calls.
-        return in_order(whole)
+        return in_order([*instructions, *earlier, link.answer, *further])
 
     def _check_terms(self, call: ModelCall) -> None:
         """Refuse what no policy is trained by, and count what the run decides."""
         terms = self.policy.terms
+        if call.tools and not terms.reads_tools:
+            raise CallRefused(
+                "no call of a tool would be read: agent.tool_parser is null; set it to"
+                " the name of vLLM's parser of the model's format, such as hermes",
+                "tools",
+            )
+        most = self.policy.num_turns_left
+        if call.num_choices > most > 0:
+            raise CallRefused(
+                f"n: {call.num_choices} turns are requested, and the episode may have"
+                f" {most} more (agent.max_turns)",
+                "n",
+            )
         if call.constraint is not None and terms.trains:
             raise CallRefused(
                 "what constrains the tokens (response_format, text.format, a required"
@@ -215,6 +260,10 @@ class AgentSession:
         """Return an error as what the client is told."""
         if isinstance(error, NoPlace | TextTooLong):
             self._last_limit = End.CONTEXT_OVERFLOW
+            self._num_refusals += 1
+            if self._num_refusals > _MOST_REFUSALS:
+                self.policy.over(End.CONTEXT_OVERFLOW)
+                self._was_refused.set()
             most = self.policy.limits.context_tokens
             tokens = error.args[0]
             return CallRefused(
@@ -273,6 +322,10 @@ class AgentSession:
         try:
             await self._end_of(running)
             number = self._number(running)
+            self._has_ended = True
+        except AgentFailed as failure:
+            self._has_ended = True
+            raise AgentFailed(str(failure).replace(door.api_key, HIDDEN)) from None
         finally:
             self.is_over = True
             await _cancelled(running)
@@ -317,19 +370,32 @@ class AgentSession:
     async def close(self) -> None:
         """End all calls; nothing is sampled any more."""
         self.is_over = True
-        tasks = [answer.reply for answer in self._answers.values()]
-        for task in tasks:
-            task.cancel()
+        answers = [each for answers in self._answers.values() for each in answers]
+        for answer in answers:
+            answer.reply.cancel()
+        tasks = [answer.reply for answer in answers]
         await asyncio.gather(*tasks, return_exceptions=True)
-        self.policy.settle()
+        unread = [each for each in answers if not each.was_delivered]
+        self.policy.settle([turn for answer in unread for turn in answer.turns])
+        # One that was stopped may have said before what it is worth.
+        if self.posted is not None and not self._has_ended:
+            self.policy.pay(self.posted)
 
 
-def _num_leading(messages: Sequence[Message]) -> int:
-    """Return how many messages at the beginning instruct the policy."""
-    for number, message in enumerate(messages):
-        if message["role"] not in _LEADING:
-            return number
-    return len(messages)
+def _answer_again(answers: Sequence[Answer], is_retry: bool) -> Answer | None:
+    """Return the answer for a request that may be a repetition; None for a new one.
+
+    One that nobody waits for, and nobody has, belongs to a client that has gone.
+
+    Args:
+        answers: The answers to the same request, the oldest first.
+        is_retry: Whether its client says that it asks again.
+    """
+    lost = [each for each in answers if not (each.was_delivered or each.num_waiting)]
+    if lost:
+        return lost[0]
+    undelivered = [each for each in answers if not each.was_delivered]
+    return (undelivered or answers)[-1] if is_retry and answers else None
 
 
 async def _cancelled(task: asyncio.Future[float | None]) -> None:
