@@ -300,7 +300,7 @@ def test_an_episode_knows_its_terms_and_what_it_printed_is_kept(
     asked = [replace(each, sampling=sampling) for each in requests(2)]
     asked[1] = replace(asked[1], trains=True)
     first, second = ended(pool, asked).values()
-    said = "{{'temperature': 0.5, 'top_p': 0.75, 'top_k': 4, 'trains': {}, 'model': 'mine'}} g tool_choice: not this one"
+    said = "{{'temperature': 0.5, 'top_p': 0.75, 'top_k': 4, 'trains': {}, 'model': 'mine', 'reads_tools': True}} g tool_choice: not this one"
     assert (first.end, first.output) == (End.COMPLETED, said.format(False))
     assert (second.end, second.output) == (
         End.ENVIRONMENT_FAILED,
