@@ -21,6 +21,7 @@ from tests.data.reading import read_preferences, read_supervised
 from verl_ray.config.data import DataSet
 from verl_ray.data.conversations import tokenize
 from verl_ray.data.files import read_rows
+from verl_ray.data.further_fields import without_answer
 from verl_ray.data.records import (
     Reading,
     preference_reading,
@@ -555,6 +556,42 @@ def test_all_other_columns_are_for_the_reward(tmp_path: Path) -> None:
     }
     extra = json.loads(first_prompt(tmp_path, record).extra)
     assert extra == {"level": 1, "split": "c", "index": 3}
+
+
+def test_no_column_that_stays_without_the_answer_tells_it(tmp_path: Path) -> None:
+    names = [name for name, each in SCHEMAS.items() if "prompt" in each.kinds]
+    rest = {}
+    for name in names:
+        (record,) = read_prompts(write_schema(name, tmp_path, 1))
+        rest[name] = without_answer(json.loads(record.extra), record.answer)
+    # The problem is 1+1=, and its number 1.
+    assert {name: fields for name, fields in rest.items() if fields} == {
+        "verl_rl": {
+            "ability": "math",
+            "index": 1,
+            "question": "1+1=",
+            "split": "train",
+        },
+        "ultrafeedback": {"prompt_id": "1", "score_chosen": 8.5, "score_rejected": 6.0},
+        "problem_solution": {"level": "1"},
+        "aime": {"ID": "2024-I-1"},
+        "sharegpt": {"id": "1"},
+    }
+
+
+def test_the_answer_is_left_out_under_any_name_and_nothing_else() -> None:
+    tests = [{"in": "1 1", "out": "2"}]
+    extra = {
+        "gold": " 2\n", "meta": {"truth": 2, "level": 3}, "worked": [assistant("2")],
+        "choices": ["1", "2"], "tests": tests, "about": "2 numbers", "Solution": "two",
+        "reward_model": {"style": "rule"}, "note": None,
+    }  # fmt: skip
+    rest = {"choices": ["1", "2"], "tests": tests, "about": "2 numbers", "note": None}
+    assert without_answer(extra, "2") == {"meta": {"level": 3}, **rest}
+    assert without_answer({"list": [1, 2], "is_hard": True}, "[1, 2]") == {
+        "is_hard": True
+    }
+    assert without_answer({"level": 3, "answer": ""}, None) == {"level": 3}
 
 
 def test_what_json_cannot_hold_stops_no_run(tmp_path: Path) -> None:

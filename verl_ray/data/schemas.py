@@ -33,6 +33,9 @@ _RESPONSES = ("response", "completion", "output", "solution", "answer", "target"
 _OPTIONAL = {"data_source", "system", "margin", "input", "answer"}
 """Fields that no schema needs to have."""
 
+_WITH_ANSWERS = {"answer", "response", "chosen", "rejected", "messages", "text"}
+"""Fields that hold what a response is compared with, or would be learned from."""
+
 _ALPACA = {"prompt": "instruction", "input": "input"}
 _DOLLY = {"prompt": "instruction", "input": "context"}
 
@@ -318,6 +321,16 @@ _UNPAIRED_SCHEMAS = tuple(
         ),
     )
 )
+
+
+ANSWER_COLUMNS = frozenset(
+    path.partition(".")[0]
+    for schema in (*_PROMPT_SCHEMAS, *_SUPERVISED_SCHEMAS, *_PREFERENCE_SCHEMAS)
+    for field, path in schema.columns.items()
+    if field in _WITH_ANSWERS and not path.startswith("extra_info.")
+)
+"""Usual names of columns that hold the answer of a record, or begin a path to it: those
+that some schema reads it from, whichever schema a set has."""
 
 
 # ------------------------------------------------------------------------------- errors

@@ -1,7 +1,11 @@
 """A command with a guard, as the event loop that waits for it sees it.
 
+What the command starts is known by its guard, and without that, should it be killed, by
+an environment variable.
+
 Invariant: nothing that the command has started outlives its end, `stop`, the event loop
-or this process, and none of it is read here but a report of bounded size.
+or this process, and none of it is read here but a report of bounded size. What has
+killed its guard and emptied its environment ends with this process at the latest.
 """
 
 from __future__ import annotations
@@ -9,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import secrets
 import shutil
 import signal
 import socket
@@ -18,7 +23,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from verl_ray.processes.command_guard import HUNG_UP, TOO_MANY
+from verl_ray.processes.command_guard import HUNG_UP, TOO_MANY, kill_marked
+
+COMMAND_ID = "VERL_RAY_COMMAND_ID"
+"""Environment variable of a command that no other command has the value of."""
 
 _STOP_S = 60.0
 """Seconds that a guard may take to kill all of a command and remove its folder."""
@@ -75,7 +83,7 @@ class GuardedCommand:
             words: Its program and its arguments.
             folder: Its current folder, which is removed with it.
             stdin: File that its stdin is.
-            environment: All of its environment variables.
+            environment: All of its environment variables but `COMMAND_ID`.
             max_processes: Processes that it may have; all are killed where it has more.
             note_start: Called once it runs, or cannot.
 
@@ -85,6 +93,7 @@ class GuardedCommand:
         self._folder = folder
         self._max_processes = max_processes
         self._note_start = note_start
+        self._id = secrets.token_hex(16)
         self._connection, theirs = socket.socketpair()
         arguments = [str(theirs.fileno()), str(max_processes), str(folder), *words]
         try:
@@ -95,7 +104,7 @@ class GuardedCommand:
                     # What the guard itself says goes to the log.
                     stdout=2,
                     pass_fds=[theirs.fileno()],
-                    env=environment,
+                    env={**environment, COMMAND_ID: self._id},
                     start_new_session=True,
                 )
         except BaseException:
@@ -137,7 +146,13 @@ class GuardedCommand:
             await self._exit()
         finally:
             writer.close()
-        # A guard that was killed has removed nothing.
+        # A guard that was killed has killed and removed nothing.
+        if not report:
+            survivors = await asyncio.to_thread(kill_marked, self._id)
+            if survivors:
+                ids = ", ".join(map(str, survivors))
+                reason = f"process {ids} of a command without its guard still runs"
+                print(reason, file=sys.stderr)
         if self._folder.exists():
             await asyncio.to_thread(shutil.rmtree, self._folder, ignore_errors=True)
         return self._end_of(report)

@@ -16,6 +16,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import resource
 import select
 import signal
 import sys
@@ -36,18 +37,29 @@ _MOST_PIPE_BYTES = 1024 * 1024
 _NICENESS = 5
 """Niceness of the command, beside that of its guard."""
 
+_MOST_FILES = 1024
+"""Files that a process of the command may have open. Some programs close, or look at,
+as many as there may be."""
+
+_REST_S = 0.002
+"""Rest after each read of output. Whoever prints without end fills the pipe meanwhile,
+and waits."""
+
 _REAPED = 10_000
 """Children that are reaped before the next look at all else."""
 
-_LOOK_S, _FIRST_LOOK_S = 0.03, 0.1
-"""How often it is asked whether there may be too many descendants, also where the guard
-goes before them."""
+_LOOK_S = 0.1
+"""How often it is asked whether there may be too many descendants."""
 
 _MUCH = 4
 """How many times as many threads as there may be descendants are a reason to count."""
 
 _COUNT_S = 30.0
 """How often they are counted in any case."""
+
+_MARKED_S = 30.0
+"""Seconds after which processes are left alone that fork faster than they are killed by
+their mark."""
 
 
 def main() -> None:
@@ -70,12 +82,10 @@ def main() -> None:
     os.close(stderr_end)
     _send(connection, b"+")
     tails = [_Tail(stdout), _Tail(stderr)]
-    look_s = _FIRST_LOOK_S if _go_first() else _LOOK_S
-    count = _ProcessCount(int(most), look_s)
-    cause, status = _watch(connection, wake, command, tails, count)
+    cause, status = _watch(connection, wake, command, tails, _ProcessCount(int(most)))
 
-    if cause != TOO_MANY:
-        os.sched_setscheduler(0, os.SCHED_OTHER, os.sched_param(0))
+    if cause == TOO_MANY:
+        _go_first()
     if cause != ENDED:
         # Mostly that is all, and nothing has to be looked for.
         _kill({command: command})
@@ -119,6 +129,7 @@ def _start(words: list[str], folder: str, stdout: int, stderr: int) -> int:
         os.chdir(folder)
         # Whoever answers its requests, and whoever kills it, go first.
         os.nice(_NICENESS)
+        _bound_what_it_takes()
         # Python ignores them, and a program would inherit that.
         for number in (signal.SIGPIPE, signal.SIGXFSZ):
             signal.signal(number, signal.SIG_DFL)
@@ -130,17 +141,28 @@ def _start(words: list[str], folder: str, stdout: int, stderr: int) -> int:
         os._exit(127)
 
 
-def _go_first() -> bool:
-    """Get the processor before all others; return whether that is allowed.
+def _bound_what_it_takes() -> None:
+    """Bound what this process, and those that it starts, may take of the machine."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if most == resource.RLIM_INFINITY or most > _MOST_FILES:
+        most = _MOST_FILES
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    # Where memory is short it goes first. A file system may be read-only.
+    with contextlib.suppress(OSError):
+        file = os.open("/proc/self/oom_score_adj", os.O_WRONLY)
+        os.write(file, b"1000")
+        os.close(file)
 
-    Many processes that fork would get it far more often than whoever counts and kills
-    them.
+
+def _go_first() -> None:
+    """Get the processor before all others, if that is allowed.
+
+    Many processes that fork would get it far more often than whoever kills them.
     """
     policy = os.SCHED_RR | os.SCHED_RESET_ON_FORK
     with contextlib.suppress(OSError):
         os.sched_setscheduler(0, policy, os.sched_param(1))
-        return True
-    return False
 
 
 def _watch(
@@ -163,9 +185,13 @@ def _watch(
     # Waits for the end of the connection, of any child, and for output, all of which it
     # consumes; ends with the connection, the command, or too many processes.
     while True:
-        events = dict(poller.poll(1000 * count.look_s))
+        events = dict(poller.poll(1000 * _LOOK_S))
         for tail in tails:
-            if tail.descriptor in events and not tail.read():
+            if tail.descriptor not in events:
+                continue
+            if tail.read():
+                time.sleep(_REST_S)
+            else:
                 poller.unregister(tail.descriptor)
         if connection in events:
             return HUNG_UP, 0
@@ -213,9 +239,7 @@ class _ProcessCount:
     much, and now and then in any case.
     """
 
-    def __init__(self, most: int, look_s: float) -> None:
-        self.look_s = look_s
-        """Seconds between two looks at the number of threads."""
+    def __init__(self, most: int) -> None:
         self._most = most
         self._file = os.open("/proc/loadavg", os.O_RDONLY)
         self._others: set[int] = set()
@@ -228,7 +252,7 @@ class _ProcessCount:
         now = time.monotonic()
         if now < self._next_look_s:
             return False
-        self._next_look_s = now + self.look_s
+        self._next_look_s = now + _LOOK_S
         threads = self._num_threads()
         self._least_threads = min(threads, self._least_threads)
         has_grown = threads - self._least_threads > _MUCH * self._most
@@ -326,6 +350,39 @@ def kill_descendants() -> list[int]:
             pause_s = min(2 * pause_s, 0.05)
         known |= groups.keys()
     return []
+
+
+def kill_marked(mark: str) -> list[int]:
+    """Kill all processes that have a text in their environment, whose guard is lost.
+
+    Args:
+        mark: The text. What has emptied its environment is not known by it.
+
+    Returns:
+        Ids of those that are still there.
+    """
+    until_s = time.monotonic() + _MARKED_S
+    # Each round kills those that are there; it ends without any, or at the deadline.
+    while groups := _marked(mark.encode()):
+        refused = _kill(groups)
+        if len(refused) == len(groups) or time.monotonic() > until_s:
+            return list(groups)
+        # Others run in this process.
+        time.sleep(0.005)
+    return []
+
+
+def _marked(mark: bytes) -> dict[int, int]:
+    """Return the process group of each process that has a text in its environment."""
+    groups = {}
+    for name in os.listdir("/proc"):  # noqa: PTH208 (as above)
+        # Others' may not be read, and a process may exit while its is.
+        with contextlib.suppress(OSError):
+            if name.isdigit():
+                with open(f"/proc/{name}/environ", "rb") as file:  # noqa: PTH123
+                    if mark in file.read():
+                        groups[int(name)] = os.getpgid(int(name))
+    return groups
 
 
 def _kill(groups: dict[int, int]) -> list[int]:

@@ -117,16 +117,25 @@ def test_a_command_gets_its_task_and_nothing_of_ours(
     monkeypatch.setenv("LC_TIME", "C")
     monkeypatch.setenv("JUDGE_TOKEN", "passed")
     code = (
-        "import json, os, sys\n"
+        "import json, os, resource, sys\n"
         "task = sys.stdin.read()\n"
         "same = open(os.environ['VERL_RAY_TASK']).read() == task\n"
-        "print(json.dumps([dict(os.environ), os.getcwd(), json.loads(task), same]))"
+        "first_to_go = int(open('/proc/self/oom_score_adj').read())\n"
+        "limits = [resource.getrlimit(resource.RLIMIT_NOFILE),\n"
+        "    resource.getrlimit(resource.RLIMIT_CORE), first_to_go,\n"
+        "    os.sched_getscheduler(os.getppid())]\n"
+        "print(json.dumps([dict(os.environ), os.getcwd(), json.loads(task), same,\n"
+        "    limits]))"
     )
     more = {"NO_PROXY": "intern", "SIZE": "4"}
     agent = AgentCommand(python(code), env=more, pass_env=["JUDGE_TOKEN"])
     reward, output = outcome(agent)
     assert reward is None
-    variables, here, task, is_same = json.loads(output.removeprefix("--- stdout\n"))
+    variables, here, task, is_same, limits = json.loads(
+        output.removeprefix("--- stdout\n")
+    )
+    # Files, core files, what memory is taken from first; the guard has no priority.
+    assert limits == [[1024, 1024], [0, 0], 1000, os.SCHED_OTHER]
     assert "ours" not in variables.values()
     expected = {
         "OPENAI_BASE_URL": "http://127.0.0.1:1/v1", "OPENAI_API_KEY": "the-secret",
@@ -156,8 +165,8 @@ def test_a_command_gets_its_task_and_nothing_of_ours(
         ("no_such_program", "exited with status 127; its stderr ends with: no_such_program: No such file"),
         (python("import sys\nsys.stderr.write('first\\n')\n1 / 0"), "status 1; its stderr ends with:\nTraceback (most"),
         (python(BOMB), "the command had more than 40 processes, and was killed"),
-        # It is lost, but its session is not: the first of its processes dies with it.
-        (shell("kill -9 $PPID; sleep MARK"), "the command lost its guard, which was killed"),
+        # The first of its processes dies with it, and the other has to be looked for.
+        (shell("setsid sleep MARK & sleep 0.1; kill -9 $PPID; sleep MARK"), "the command lost its guard, which was killed"),
     ],
     ids=["status", "signal", "missing", "traceback", "bomb", "guard"],
 )  # fmt: skip
@@ -169,7 +178,7 @@ def test_a_command_that_fails_says_how(
     )
     detail, _ = failure(agent)
     assert cause in detail
-    until(lambda: not remaining(mark))
+    assert not remaining(mark)
     assert not list(folder.iterdir())
 
 
@@ -194,15 +203,16 @@ def test_nothing_outlives_a_command(code: str, mark: str, folder: Path) -> None:
 @pytest.mark.processes
 def test_output_is_bounded_and_stdin_need_not_be_read() -> None:
     large = EpisodeTask([{"role": "user", "content": "x" * 10_000_000}])
-    words = shell(
-        "yes | head -c 300000000; echo; echo 0.25; yes no | head -c 99999 >&2"
-    )
+    words = shell("yes | head -c 30000000; echo; echo 0.25; yes no | head -c 99999 >&2")
+    begin = time.monotonic()
     reward, output = outcome(AgentCommand(words, reward="stdout"), large)
+    # Its guard takes 64 KiB, the size of a pipe, at a time and rests for 2 ms.
+    assert time.monotonic() - begin > 30_000_000 / 65_536 * 0.002
     assert reward == 0.25
     stdout, stderr = output.split("--- stderr\n")
-    # Beside the numbers of bytes that are left out: 300,000,006 and 99,999.
+    # Beside the numbers of bytes that are left out: 30,000,006 and 99,999.
     assert stdout.startswith(
-        "--- stdout\n[299,983,622 bytes before this are left out]\n"
+        "--- stdout\n[29,983,622 bytes before this are left out]\n"
     )
     assert stdout.endswith("y\n\n0.25\n")
     assert stderr.startswith("[83,615 bytes before this are left out]\n")

@@ -23,10 +23,16 @@ from typing import Literal, Protocol
 
 from verl_ray.agents.contract import EpisodeTask
 from verl_ray.agents.returned import number_of
+from verl_ray.data.further_fields import without_answer
 from verl_ray.errors import AgentFailed as AgentFailed
 from verl_ray.errors import Problem
 from verl_ray.paths import path_suggestion
-from verl_ray.processes.command import CommandEnd, GuardedCommand, Printed
+from verl_ray.processes.command import (
+    COMMAND_ID,
+    CommandEnd,
+    GuardedCommand,
+    Printed,
+)
 
 Reward = Literal["grader", "post", "stdout"]
 """Who says what an episode is worth: the run's graders, the agent by a request, or the
@@ -60,6 +66,7 @@ _OWN = frozenset(
         "ANTHROPIC_BASE_URL",
         "ANTHROPIC_API_KEY",
         "VERL_RAY_TASK",
+        COMMAND_ID,
     ]
 )
 """Environment variables of a command that tell its episode."""
@@ -291,12 +298,13 @@ class AgentCommand:
 def task_text(task: EpisodeTask) -> str:
     """Return what a command is told about its task, as a line of JSON.
 
-    The answer is not part of it: what a program can read, the policy may see.
+    The answer is not part of it, in whichever column it is: what a program can read,
+    the policy may see.
     """
     fields = {
         "messages": list(task.messages),
         "data_source": task.data_source,
-        "extra": dict(task.extra),
+        "extra": without_answer(task.extra, task.answer),
     }
     return json.dumps(fields) + "\n"
 
