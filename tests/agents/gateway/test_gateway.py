@@ -605,12 +605,14 @@ def test_the_run_decides_how_turns_are_sampled(trains: bool) -> None:
         await ask(**options, temperature=1.0, top_p=0.5)
         await ask(**options, temperature=0.0, seed=1)
         await ask(**options, temperature=0.1)
+        with pytest.raises(openai.BadRequestError, match=r"agent\.tool_parser"):
+            await ask(**options, tools=[ADD])
         if trains:
             with pytest.raises(openai.BadRequestError, match="evaluations only"):
                 await ask(**options, response_format={"type": "json_object"})
 
     texts: list[str] = []
-    terms = Terms(1.0, 0.5, -1, trains=trains, model="mine")
+    terms = Terms(1.0, 0.5, -1, trains=trains, model="mine", reads_tools=False)
     episode, _ = play(agent, terms=terms, tell=texts.append)
     assert episode.metrics == {"other_sampling": 2.0}
     assert len(texts) == 2 and "seed, temperature" in texts[0]
