@@ -159,7 +159,9 @@ class SeenData:
                     teacher += try_teacher_prompt(config, data.files)
                     results = replace(results, components=components, teacher=teacher)
                 if isinstance(config, RLConfig) and config.episodes is not None:
-                    environments = try_environments(config, data.files)
+                    environments = try_environments(
+                        config, data.files, trains=not evaluates
+                    )
                     results = replace(results, environments=environments)
             self._findings[settings_of_data] = results
 

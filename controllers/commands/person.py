@@ -66,7 +66,9 @@ class Person:
             action = Action((), str(self.tokenizer.decode(encoded[:count])))
         sampled = encoded[:count] if text.stopped else [*encoded, self.end]
         finish = "stop" if len(sampled) <= max_tokens else "length"
-        sampled = sampled[:max_tokens]
+        if finish == "length":
+            sampled = sampled[:max_tokens]
+            action = Action((), str(self.tokenizer.decode(sampled)))
         typed = Action(
             sampled, action.text, action.tool_calls, finish, action.parse_error
         )

@@ -540,7 +540,8 @@ class ShownSampler:
             known = 0
         screen.show_context(tokens[known:])
         if constraint is not None:
-            screen.show(f"--- the turn has to be {json.dumps(constraint)}")
+            rule = "a run that learns from it would refuse this"
+            screen.show(f"--- the turn has to be {json.dumps(constraint)}; {rule}")
 
         sampled = await self.sampler.sample(
             tokens,

@@ -494,6 +494,29 @@ def test_an_agent_is_started_and_what_it_pays_is_compared(
     )
 
 
+def test_an_agent_that_no_run_could_learn_from_is_told_so(
+    tmp_path: Path, model: Path
+) -> None:
+    agent = tmp_path / "agent.py"
+    agent.write_text(
+        "import openai\n"
+        "async def run(task, base_url, api_key):\n"
+        "    client = openai.AsyncOpenAI(base_url=base_url, api_key=api_key)\n"
+        "    form = {'type': 'json_object'}\n"
+        "    try:\n"
+        "        await client.chat.completions.create(\n"
+        "            model='m', messages=task.messages, response_format=form)\n"
+        "    except openai.BadRequestError:\n"
+        "        return 1.0\n"
+    )
+    named = f"agent.environments.default={agent}:run"
+    single = [{"data_source": "sums"}]
+    (problem,) = tried(tmp_path, model, {}, named, more=single).problems
+    assert "it ended as completed before the policy had a turn" in problem.rule
+    assert "is served in evaluations only" in problem.rule
+    assert "An agent asks OPENAI_BASE_URL" in problem.fix
+
+
 def test_check_names_a_command_whose_program_is_not_there(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -26,7 +26,14 @@ from importlib.metadata import entry_points
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from verl_ray.agents.contract import Action, End, Episode, EpisodeTask, ToolCall
+from verl_ray.agents.contract import (
+    Action,
+    End,
+    Episode,
+    EpisodeTask,
+    Terms,
+    ToolCall,
+)
 from verl_ray.agents.episode import (
     run_episode,
 )
@@ -112,7 +119,9 @@ class EnvironmentTrials(Trials):
     openings: list[tuple[str, int, str]] = field(default_factory=list)
 
 
-def try_environments(config: RLConfig, files: Sequence[DataFile]) -> EnvironmentTrials:
+def try_environments(
+    config: RLConfig, files: Sequence[DataFile], *, trains: bool = True
+) -> EnvironmentTrials:
     """Try the environments of a run on its records.
 
     One without any is only imported, with its options.
@@ -120,23 +129,17 @@ def try_environments(config: RLConfig, files: Sequence[DataFile]) -> Environment
     Args:
         config: Configuration of the run, without `auto`.
         files: The data files of the run.
+        trains: Whether the run learns from its episodes.
     """
     trials = EnvironmentTrials()
     agent = config.agent
     tasks = _first_tasks(files, agent)
-    tokenizer = None
-    # A run that makes its inputs has neither records nor a model yet.
-    if tasks:
-        try:
-            tokenizer = tried_tokenizer(config)
-        except ConfigError as error:
-            trials.problems += error.problems
-            return trials
-        if not tokenizer.chat_template:
-            rule = "the turns of an episode are messages, and the model has no template"
-            fix = "Give it one, such as data.chat_template=chatml."
-            trials.problems.append(Problem("data.chat_template", None, rule, fix))
-            return trials
+    try:
+        # A run that makes its inputs has neither records nor a model yet.
+        tokenizer = _tokenizer(config) if tasks else None
+    except ConfigError as error:
+        trials.problems += error.problems
+        return trials
 
     # An event loop may go on in this thread, such as a notebook's.
     with ThreadPoolExecutor(1) as other:
@@ -148,7 +151,7 @@ def try_environments(config: RLConfig, files: Sequence[DataFile]) -> Environment
     outcomes: dict[str, tuple[EpisodeTask, Mapping[str, Any]]] = {}
     for name in agent.environments:
         task = tasks.get(name)
-        outcome = _try(trials, config, name, task, files)
+        outcome = _try(trials, config, name, task, files, trains=trains)
         if task is None:
             _report_absence(trials, name, sources)
         elif outcome is not None:
@@ -172,6 +175,20 @@ def try_environments(config: RLConfig, files: Sequence[DataFile]) -> Environment
     if agent.max_turns > 1 and tokenizer is not None:
         trials.lines += _template_lines(config, tokenizer, has_tools=bool(offered))
     return trials
+
+
+def _tokenizer(config: RLConfig) -> PreTrainedTokenizerBase:
+    """Return the tokenizer by which the turns of an episode are written.
+
+    Raises:
+        ConfigError: It cannot be loaded, or has no chat template.
+    """
+    tokenizer = tried_tokenizer(config)
+    if not tokenizer.chat_template:
+        rule = "the turns of an episode are messages, and the model has no template"
+        fix = "Give it one, such as data.chat_template=chatml."
+        raise ConfigError([Problem("data.chat_template", None, rule, fix)])
+    return tokenizer
 
 
 async def _model_problems(agent: AgentConfig) -> list[Problem]:
@@ -250,10 +267,12 @@ def _try(
     source: str,
     task: EpisodeTask | None,
     files: Sequence[DataFile],
+    *,
+    trains: bool,
 ) -> Mapping[str, Any] | None:
     """Try an environment on a task; return the outcome, None if it has no episodes."""
     key, spec = f"{KEY}.{source}", in_words(config.agent.environments[source])
-    request = _request(config, source, task)
+    request = {**_request(config, source, task), "trains": trains}
     try:
         with blocking(f"trying {key}"):
             messages, cause = try_in_child(__name__, request, DEADLINE_S)
@@ -263,7 +282,11 @@ def _try(
     if cause:
         stage = messages[-1].kind if messages else "the start"
         rule = f"its process {cause}, in {stage}"
-        fix = "Let it await what takes long; it may not end its process."
+        fix = (
+            "Let it await what takes long; it may not end its process. A coroutine"
+            " function that asks by a client without async waits for itself: take"
+            " AsyncOpenAI or AsyncAnthropic, or a command."
+        )
         trials.problems.append(Problem(key, spec, rule, fix, may_pass=True))
         return None
 
@@ -447,9 +470,17 @@ def _report(
         if failure is None and episode["detail"]:
             failure = f"it fails on {script}: {last_cause(episode['detail'])}"
             if not episode["num_turns"]:
-                fix = _fix_of_a_beginning(task, episode["detail"])
+                fix = _fix_of_a_beginning(
+                    task, episode["detail"], is_agent=outcome["is_agent"]
+                )
         elif failure is None and end in (End.TOOL_TIMEOUT, End.TURN_TIMEOUT):
             failure = f"it takes too long on {script}: {end.value}"
+        elif end is End.EPISODE_TIMEOUT:
+            trials.warnings.append(
+                f"{key}={spec} did not end within {EPISODE_S:g} s on {script}. In a run"
+                " agent.turn_timeout_s ends an agent that says nothing for so long, and"
+                " agent.episode_timeout_s any episode"
+            )
     if failure is not None:
         trials.problems.append(Problem(key, spec, failure, fix, may_pass=True))
     if not outcome["same_environment"]:
@@ -489,12 +520,19 @@ def _report_holding(
         )
 
 
-def _fix_of_a_beginning(task: EpisodeTask, detail: str) -> str:
+def _fix_of_a_beginning(task: EpisodeTask, detail: str, *, is_agent: bool) -> str:
     """Return what to do about one that fails before the policy has a turn."""
     if detail.startswith(f"it ended as {End.CONTEXT_OVERFLOW.value}"):
         return (
             "Begin with fewer tokens, or raise data.max_prompt_tokens and"
             " rollout.max_response_tokens."
+        )
+    if is_agent:
+        return (
+            "Correct it: the policy had no turn yet. An agent asks OPENAI_BASE_URL or"
+            " ANTHROPIC_BASE_URL with the key beside it, or what its function is given."
+            " A command has a current folder of its own, and beside a few variables of"
+            " the environment those of env and pass_env alone."
         )
     names = ["messages", *(["answer"] if task.answer is not None else [])]
     extra = ", ".join(map(str, task.extra)) or "nothing"
@@ -564,7 +602,10 @@ def _tried(request: dict[str, Any], tell: Tell) -> dict[str, Any]:
         sampler = ScriptedSampler(
             tokenizer, texts, repeats=True, end=turn_end(renderer), read=_read
         )
-        course = run_episode(environment, task, seed, sampler, renderer, start.limits)
+        terms = Terms(trains=request["trains"], model=start.policy_name)
+        course = run_episode(
+            environment, task, seed, sampler, renderer, start.limits, terms=terms
+        )
         episode = asyncio.run(_watched(course, held))
         openings += [call.tokens for call in sampler.calls[:1]]
         offered = sampler.calls[0].tools if sampler.calls else ()
@@ -582,6 +623,7 @@ def _tried(request: dict[str, Any], tell: Tell) -> dict[str, Any]:
         "tools": tools,
         # An agent of a user's own writes what it likes, such as its folder.
         "same_environment": same_environment or isinstance(loaded, Agent),
+        "is_agent": isinstance(loaded, Agent),
         "payer": "tools" if known_tools is not None else _payer(loaded),
     }
     shown = {"num_opening": len(opening), "opening": tokenizer.decode(opening)}

@@ -575,6 +575,16 @@ def test_an_agent_that_gives_up_ends_as_what_it_was_told(
     assert detail in episode.detail
 
 
+def test_an_agent_that_says_nothing_is_stopped() -> None:
+    async def agent(door: Door) -> None:
+        await chat(door).chat.completions.create(model="m", messages=TASK.messages)  # type: ignore[arg-type]
+        await asyncio.Event().wait()
+
+    bounds = Limits(max_turns=9, context_tokens=4000, turn_s=0.3, close_s=2.0)
+    episode, _ = play(agent, bounds=bounds, delay_s=lambda _: 0.5)
+    assert (episode.end, episode.num_turns) == (End.TURN_TIMEOUT, 1)
+
+
 def test_a_reward_is_posted_once() -> None:
     async def agent(door: Door) -> None:
         await chat(door).chat.completions.create(model="m", messages=TASK.messages)  # type: ignore[arg-type]

@@ -333,6 +333,8 @@ def test_mistakes_of_a_command_are_named_without_running_it(tmp_path: Path) -> N
         "no_such_program x": "there is no program 'no_such_program'",
         f"{script} x": "is not executable. Make it executable, or write its interpreter",
         "python no_such_agent.py": "the file no_such_agent.py does not exist",
+        "true | cat": "no shell reads it, and | would be a word",
+        "A=1 true": "no shell reads it, and A=1 would be a word",
     }
     for words, text in cases.items():
         (problem,) = AgentCommand(words).problems("k")

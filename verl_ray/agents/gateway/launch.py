@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import re
 import shlex
 import shutil
 import tempfile
@@ -70,6 +71,9 @@ _OWN = frozenset(
     ]
 )
 """Environment variables of a command that tell its episode."""
+
+_SHELL_WORDS = frozenset(["|", "||", "&", "&&", ";", ">", ">>", "<", "2>", "2>&1"])
+_ASSIGNMENT = re.compile(r"[A-Za-z_]\w*=")
 
 _LOOPBACK = "127.0.0.1,localhost"
 
@@ -211,6 +215,12 @@ class AgentCommand:
             return
 
         program, *arguments = words
+        for word in words:
+            if word in _SHELL_WORDS or _ASSIGNMENT.match(program):
+                rule = f"no shell reads it, and {word} would be a word of the program"
+                fix = "Write sh -c '...', and env: {NAME: VALUE} for variables."
+                yield Problem(key, self.command, rule, fix)
+                return
         if shutil.which(program, path=self.env.get("PATH")) is None:
             rule = f"there is no program {program!r}"
             fix = "Install it, or write its path."
@@ -280,6 +290,8 @@ class AgentCommand:
         }
         variables |= dict.fromkeys(("HOME", "TMPDIR", "PWD"), str(folder))
         variables |= {name: os.environ[name] for name in self.pass_env}
+        # Its traces would go to OpenAI's servers, with the key of the episode.
+        variables["OPENAI_AGENTS_DISABLE_TRACING"] = "1"
         variables |= self.env
         # Nothing on the way to the endpoint may be asked for it.
         for name in ("NO_PROXY", "no_proxy"):

@@ -150,7 +150,11 @@ class Gateway:
         async def handle(request: web.Request) -> web.StreamResponse:
             guest = self._guest_of(request)
             async with _counted(guest):
-                return await handler(request, guest)
+                try:
+                    return await handler(request, guest)
+                except CallRefused as refusal:
+                    guest.session.note_refusal(refusal)
+                    raise
 
         return handle
 

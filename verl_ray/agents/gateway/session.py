@@ -40,6 +40,9 @@ HIDDEN = "(the key of the episode)"
 _AFTER_END_S = 10.0
 """Seconds that an agent may take once it was told that its episode is over."""
 
+_LOOK_S = 1.0
+"""How often it is asked whether an agent is silent for too long."""
+
 _MOST_REFUSALS = 100
 """Calls after the end for which an agent is stopped before."""
 
@@ -96,6 +99,8 @@ class AgentSession:
     """Answers to each request, the oldest first."""
     _links: dict[str, _Link] = field(default_factory=dict)
     _has_ended: bool = False
+    _num_waiting: int = 0
+    _silent_since_s: float = 0.0
     _num_other_terms: int = 0
     _num_refusals: int = 0
     _was_refused: asyncio.Event = field(default_factory=asyncio.Event)
@@ -134,10 +139,13 @@ class AgentSession:
 
             reply.add_done_callback(forget_refusal)
         answer.num_waiting += 1
+        self._num_waiting += 1
         try:
             yield answer
         finally:
             answer.num_waiting -= 1
+            self._num_waiting -= 1
+            self._silent_since_s = self.policy.clock.now()
 
     async def _reply(
         self, protocol: Protocol, call: ModelCall, turns: list[SampledTurn]
@@ -226,7 +234,8 @@ class AgentSession:
             raise CallRefused(
                 "what constrains the tokens (response_format, text.format, a required"
                 " tool) is served in evaluations only: a constrained turn is not the"
-                " policy's, and this episode is learned from; ask for it in the prompt"
+                " policy's, and this episode is learned from; ask for it in the prompt,"
+                " and leave the choice of tools to the policy (tool_choice: auto)"
             )
         own = {
             "temperature": terms.temperature,
@@ -283,6 +292,12 @@ class AgentSession:
             self._was_refused.set()
         return error
 
+    def note_refusal(self, refusal: CallRefused) -> None:
+        """Remember why a request was refused, in case there is no other one."""
+        policy = self.policy
+        if not policy.num_turns and not policy.overflow:
+            policy.overflow = f"a request was refused: {refusal.message}"
+
     # -------------------------------------------------------------------------- reward
 
     def post(self, value: object) -> None:
@@ -318,6 +333,7 @@ class AgentSession:
             EpisodeEnded: A limit of the policy has ended it, and it has no reward.
             AgentFailed: It failed, or has no reward where it has to name one.
         """
+        self._silent_since_s = self.policy.clock.now()
         running = asyncio.ensure_future(launch(task, door))
         try:
             await self._end_of(running)
@@ -340,11 +356,17 @@ class AgentSession:
     async def _end_of(self, running: asyncio.Future[float | None]) -> None:
         """Wait for the end of an agent, but not long after that of its episode."""
         refused = asyncio.create_task(self._was_refused.wait())
-        first: set[asyncio.Future[Any]] = {running, refused}
+        events: set[asyncio.Future[Any]] = {running, refused}
         try:
-            await asyncio.wait(first, return_when=asyncio.FIRST_COMPLETED)
+            # Ends with one of them, or once the agent has been silent for too long.
+            while not (running.done() or refused.done() or self._is_silent()):
+                await asyncio.wait(
+                    events, timeout=_LOOK_S, return_when=asyncio.FIRST_COMPLETED
+                )
         finally:
             refused.cancel()
+        if self._is_silent() and not running.done():
+            raise self.policy.over(End.TURN_TIMEOUT)
         until_s = self.policy.clock.now() + _AFTER_END_S
         while not running.done():
             left_s = until_s - self.policy.clock.now()
@@ -352,6 +374,11 @@ class AgentSession:
             if left_s <= 0 or has_insisted or self.policy.failure is not None:
                 return
             await asyncio.wait({running}, timeout=min(left_s, 0.1))
+
+    def _is_silent(self) -> bool:
+        """Return whether the agent has asked nothing for longer than it may."""
+        silent_s = self.policy.clock.now() - self._silent_since_s
+        return not self._num_waiting and silent_s > self.policy.limits.turn_s
 
     def _number(self, running: asyncio.Future[float | None]) -> float | None:
         """Return the reward that an agent has named."""
