@@ -5,8 +5,12 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+import resource
+import subprocess
+import sys
+import time
 from collections import defaultdict
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -27,8 +31,9 @@ from verl_ray.agents.contract import (
     ToolSchema,
 )
 from verl_ray.agents.episode import run_episode
+from verl_ray.agents.gateway import connections
 from verl_ray.agents.gateway.launch import Agent, AgentFailed, Door
-from verl_ray.agents.gateway.server import run_of
+from verl_ray.agents.gateway.server import gateway_here, run_of
 from verl_ray.agents.policy import Limits
 from verl_ray.agents.template import Renderer
 
@@ -628,8 +633,33 @@ def test_the_run_decides_how_turns_are_sampled(trains: bool) -> None:
     assert len(texts) == 2 and "seed, temperature" in texts[0]
 
 
-def test_a_hostile_agent_stops_nobody() -> None:
+async def together(
+    *agents: Callable[[Door], Awaitable[float | None]], bounds: Limits
+) -> list[Episode]:
+    """Return the episodes of agents that run at the same time."""
+    sampler = Answers(lambda *_: "Yes." * 100)
+    return await asyncio.gather(
+        *(
+            run_episode(
+                run_of(Agent(Started(agent))),
+                TASK, 7, sampler, Renderer(TOKENIZER), bounds,
+            )
+            for agent in agents
+        )
+    )  # fmt: skip
+
+
+def place_of(door: Door) -> tuple[str, int]:
+    host, _, port = door.anthropic_url.removeprefix("http://").partition(":")
+    return host, int(port)
+
+
+MANY = Limits(max_turns=1000, context_tokens=4000, close_s=2.0)
+
+
+def test_a_hostile_agent_stops_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
     """It guesses, floods, sends too much and reads nothing; another agent goes on."""
+    monkeypatch.setattr(connections, "_FIRST_KEY_S", 1.0)
     seen: dict[str, int] = {}
 
     async def hostile(door: Door) -> None:
@@ -642,7 +672,7 @@ def test_a_hostile_agent_stops_nobody() -> None:
                 async with session.post(url, json=body, headers=headers) as reply:
                     assert reply.status == 401
                     assert door.api_key not in await reply.text()
-            for data in (b"[" * 100_000, b"{", b"[]", b'{"messages": 3}'):
+            for data in (b"[" * 9_000, b"{", b"[]", b'{"messages": 3}'):
                 headers = {**mine, "Content-Type": "application/json"}
                 async with session.post(url, data=data, headers=headers) as reply:
                     assert reply.status == 400
@@ -653,7 +683,6 @@ def test_a_hostile_agent_stops_nobody() -> None:
             except aiohttp.ClientConnectionError:
                 pass
 
-        host, _, port = door.anthropic_url.removeprefix("http://").partition(":")
         text = json.dumps(body)
         request = (
             f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\n"
@@ -661,12 +690,21 @@ def test_a_hostile_agent_stops_nobody() -> None:
             f"Content-Type: application/json\r\nContent-Length: {len(text)}\r\n\r\n{text}"
         )
         # They ask and never read, or say nothing at all.
+        silent, _ = await asyncio.open_connection(*place_of(door))
+        held = []
         for number in range(400):
-            _, writer = await asyncio.open_connection(host, int(port))
-            if number % 2:
+            _, writer = await asyncio.open_connection(*place_of(door))
+            held.append(writer)
+            if number % 4:
                 writer.write(request.encode())
                 await writer.drain()
             seen["connections"] = number + 1
+        assert await silent.read() == b""
+        # Its client does not ask again, as if it had lost an answer.
+        with pytest.raises(openai.RateLimitError):
+            await chat(door, max_retries=5).models.list()
+        for writer in held:
+            writer.close()
 
     async def other(door: Door) -> float:
         client = chat(door, timeout=5.0, max_retries=0)
@@ -674,22 +712,146 @@ def test_a_hostile_agent_stops_nobody() -> None:
             await client.chat.completions.create(model="m", messages=TASK.messages)  # type: ignore[arg-type]
         return 1.0
 
-    async def both() -> list[Episode]:
-        bounds = Limits(max_turns=1000, context_tokens=4000, close_s=2.0)
-        return await asyncio.gather(
-            *(
-                run_episode(
-                    run_of(Agent(Started(agent))),
-                    TASK, 7, Answers(lambda *_: "Yes." * 100), Renderer(TOKENIZER), bounds,
-                )
-                for agent in (hostile, other)
-            )
-        )  # fmt: skip
-
-    first, second = asyncio.run(both())
+    first, second = asyncio.run(together(hostile, other, bounds=MANY))
     assert first.end is End.COMPLETED and seen["connections"] == 400
     assert second.detail == ""
     assert (second.end, second.score, second.num_turns) == (End.COMPLETED, 1.0, 20)
+
+
+def large_bodies() -> list[tuple[bytes, int]]:
+    """Return bodies that cost most among those for 4,000 tokens, and their statuses."""
+    asks = b'{"messages":[{"role":"user","content":"q"}'
+    message, tool = b'{"role":"user","content":""}', b'{"function":{"name":"a"}}'
+    deep = b",".join([b"[]"] * 6000)
+    call = b',{"role":"assistant","tool_calls":[{"id":"a","function":{"name":"a",'
+    return [
+        (b'{"messages":[' + b",".join([message] * 3990) + b"]}", 400),
+        (b'{"messages":[' + b",".join([message] * 4001) + b"]}", 413),
+        (asks + b'],"tools":[' + b",".join([tool] * 3990) + b"]}", 400),
+        (asks + call + b'"arguments":"{\\"a\\":[' + deep + b']}"}}]}]}', 400),
+        (asks + b'],"metadata":[' + deep + b"]}", 200),
+        (asks + b'],"metadata":[' + deep + b",[],[],[],[],[]" * 50 + b"]}", 413),
+        (asks + b',{"role":"user","content":"' + b"x" * 321_000 + b'"}]}', 400),
+        (asks + b"]" + b" " * 321_600 + b"}", 413),
+    ]
+
+
+def test_a_flood_of_large_bodies_delays_nobody() -> None:
+    is_over = asyncio.Event()
+
+    async def hostile(door: Door) -> None:
+        url = f"{door.openai_url}/chat/completions"
+        mine = {"x-api-key": door.api_key, "Content-Type": "application/json"}
+
+        async def post(body: bytes, status: int, size: bool) -> None:
+            # Without its size, a body is bounded as it comes.
+            async def pieces() -> AsyncIterator[bytes]:
+                yield body
+
+            data = body if size else pieces()
+            try:
+                async with session.post(url, data=data, headers=mine) as reply:
+                    assert reply.status == status, await reply.text()
+            except aiohttp.ClientConnectionError:
+                assert status == 413
+
+        async with aiohttp.ClientSession() as session:
+            bodies = [
+                (*each, size) for each in large_bodies() for size in (True, False)
+            ]
+            await asyncio.gather(*(post(*each) for each in bodies * 2))
+        is_over.set()
+
+    async def other(door: Door) -> float:
+        client = chat(door, timeout=5.0, max_retries=0)
+        longest_s = 0.0
+        while not is_over.is_set():
+            begin = time.monotonic()
+            await client.chat.completions.create(model="m", messages=TASK.messages)  # type: ignore[arg-type]
+            longest_s = max(longest_s, time.monotonic() - begin)
+        return longest_s
+
+    first, second = asyncio.run(together(hostile, other, bounds=MANY))
+    assert (first.end, first.detail, second.end) == (End.COMPLETED, "", End.COMPLETED)
+    assert 0 < second.score < 1.0
+
+
+def test_a_long_conversation_is_read() -> None:
+    """Of 500 messages and 2 MB; the test tokenizer has a token for each character."""
+
+    async def agent(door: Door) -> None:
+        said = {"role": "user", "content": "\x01" * 680}
+        body = json.dumps({"model": "m", "messages": [said] * 500})
+        assert len(body) > 2_000_000
+        headers = {"x-api-key": door.api_key, "Content-Type": "application/json"}
+        async with aiohttp.ClientSession(headers=headers) as session:
+            url = f"{door.openai_url}/chat/completions"
+            async with session.post(url, data=body) as reply:
+                assert reply.status == 200, await reply.text()
+
+    episode, _ = play(agent, bounds=Limits(max_turns=2, context_tokens=400_000))
+    assert (episode.end, episode.detail) == (End.COMPLETED, "")
+
+
+_CONNECTS = """
+import socket, sys
+held = [socket.create_connection((sys.argv[1], int(sys.argv[2]))) for _ in range(250)]
+print("connected", flush=True)
+sys.stdin.read()
+"""
+
+
+def with_few_files() -> None:
+    resource.setrlimit(resource.RLIMIT_NOFILE, (256, 256))
+    is_full = asyncio.Event()
+
+    async def hostile(door: Door) -> None:
+        pipe = asyncio.subprocess.PIPE
+        command = (sys.executable, "-S", "-c", _CONNECTS, *map(str, place_of(door)))
+        process = await asyncio.create_subprocess_exec(
+            *command, stdin=pipe, stdout=pipe
+        )
+        try:
+            assert process.stdout is not None
+            assert await process.stdout.readline() == b"connected\n"
+            is_full.set()
+            await chat(door).chat.completions.create(model="m", messages=TASK.messages)  # type: ignore[arg-type]
+        finally:
+            process.kill()
+            await process.wait()
+
+    async def other(door: Door) -> float:
+        await is_full.wait()
+        for _ in range(5):
+            client = chat(door, timeout=5.0, max_retries=0)
+            await client.chat.completions.create(model="m", messages=TASK.messages)  # type: ignore[arg-type]
+        return 1.0
+
+    first, second = asyncio.run(together(hostile, other, bounds=MANY))
+    assert first.end is End.COMPLETED, first.detail
+    assert second.score == 1.0, second.detail
+
+
+@pytest.mark.processes
+def test_connections_leave_files_for_others() -> None:
+    # Nobody can raise the limit of this process again.
+    program = f"from {__name__} import with_few_files; with_few_files()"
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
+
+
+def test_a_gateway_that_could_not_start_starts_later(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def course() -> None:
+        with monkeypatch.context() as patch:
+            patch.setattr("verl_ray.agents.gateway.server.HOST", "192.0.2.1")
+            with pytest.raises(OSError):
+                await gateway_here()
+        gateway = await gateway_here()
+        assert await gateway_here() is gateway
+        await gateway.close()
+
+    asyncio.run(course())
 
 
 def test_thoughts_that_a_template_drops_begin_a_row() -> None:

@@ -480,6 +480,14 @@ def test_choices_have_log_probs_and_end_at_a_text(endpoint: Endpoint) -> None:
     assert [each.token for each in log_probs.content] == ["It", " is 五", ".\nObs: 3"]
     assert log_probs.content[1].bytes == [32, 105, 115, 32, 228, 186, 148]
     assert {each.logprob for each in log_probs.content} == {-0.5}
+    # The text of half a character is not its bytes.
+    endpoint.reply = reply(choice("\ufffd", "é"))
+    (half,) = client.create(**{**body, "n": 1}).choices
+    assert half.logprobs is not None and half.logprobs.content is not None
+    assert [each.bytes for each in half.logprobs.content] == [None, [195, 169]]
+    endpoint.reply = reply(
+        choice("It", " is 五", ".\nObs: 3", reasoning="Hm"), choice("Five", "<end>")
+    )
     assert whole.usage is not None and whole.usage.total_tokens == 11 + 3 + 2
 
     options: Any = {"include_usage": True}
@@ -639,6 +647,18 @@ def assistant(**more: Any) -> dict[str, Any]:
         (CHAT, user(5), "messages[0].content"),
         (CHAT, assistant(function_call={}), "messages[0].function_call"),
         (CHAT, assistant(refusal="No."), "messages[0].refusal"),
+        (
+            CHAT,
+            {"messages": [{"role": "user", "content": "", "name": "x" * 65}]},
+            "messages[0].name",
+        ),
+        (
+            CHAT,
+            {"messages": [{"role": "tool", "content": "", "tool_call_id": "x" * 257}]},
+            "messages[0].tool_call_id",
+        ),
+        (RESPONSES, {"previous_response_id": "x" * 257}, "previous_response_id"),
+        (MESSAGES, {"stop_sequences": ["x" * 1025]}, "stop_sequences"),
         (CHAT, assistant(audio={"id": "a"}), "messages[0].audio"),
         (
             CHAT,

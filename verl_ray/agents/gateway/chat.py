@@ -179,11 +179,11 @@ def openai_error(refusal: CallRefused) -> dict[str, Any]:
 
 
 def _message(fields: Fields) -> Message:
-    role = fields.require("role", str)
+    role = fields.require_word("role")
     if role == "assistant":
         return _assistant(fields)
     if role == "tool":
-        call_id = fields.require("tool_call_id", str)
+        call_id = fields.require_word("tool_call_id")
         message = result(call_id, joined(fields, "content"))
     else:
         message = heard(fields, role)
@@ -201,7 +201,7 @@ def _assistant(fields: Fields) -> Message:
         function = call.within("function")
         name = function.require("name", str)
         arguments = arguments_in(function.take("arguments", str) or "")
-        turn.add_call(call.require("id", str), name, arguments)
+        turn.add_call(call.require_word("id"), name, arguments)
         # The client's own helpers add these.
         function.close({"parsed_arguments"})
         call.close({"index"})
@@ -259,7 +259,8 @@ def _log_probs(call: ModelCall, choice: CallChoice) -> dict[str, Any] | None:
         {
             "token": text,
             "logprob": max(log_prob, LEAST_LOG_PROB),
-            "bytes": list(text.encode()),
+            # A token that is part of a character has bytes that no text shows.
+            "bytes": None if "\ufffd" in text else list(text.encode()),
             "top_logprobs": [],
         }
         for text, log_prob in pairs

@@ -17,6 +17,10 @@ from verl_ray.agents.gateway.fields import Fields, is_sound
 
 MOST_STOP_TEXTS = 16
 
+# As in the APIs. The policy itself may call a tool by any name.
+_MOST_USER_NAME = 64
+_MOST_TOOL_NAME = 128
+
 SAMPLING = ("temperature", "top_p", "top_k", "seed")
 
 PART_WITHOUT_EFFECT = frozenset(
@@ -181,7 +185,7 @@ def joined(fields: Fields, name: str, kinds: Sequence[str] = ("text",)) -> str:
         CallRefused: A part is no text.
     """
     parts = fields.content(name, kinds[0])
-    return "\n".join(text_of(part, part.require("type", str), kinds) for part in parts)
+    return "\n".join(text_of(part, part.require_word("type"), kinds) for part in parts)
 
 
 def heard(fields: Fields, role: str, kinds: Sequence[str] = ("text",)) -> Message:
@@ -200,7 +204,7 @@ def heard(fields: Fields, role: str, kinds: Sequence[str] = ("text",)) -> Messag
         raise fields.refusal("role", f"{why}, found {role!r}")
     role = role.replace("developer", "system")
     message: Message = {"role": role, "content": joined(fields, "content", kinds)}
-    name = fields.take("name", str)
+    name = fields.word("name", _MOST_USER_NAME)
     if name is not None:
         message["name"] = name
     return message
@@ -221,7 +225,7 @@ def tool(fields: Fields, kind: str, parameters: str) -> ToolSchema:
         CallRefused: It has no name, or needs what is not served.
     """
     fields.require_type(kind)
-    schema: dict[str, Any] = {"name": fields.require("name", str)}
+    schema: dict[str, Any] = {"name": fields.require_word("name", _MOST_TOOL_NAME)}
     description = fields.take("description", str)
     if description is not None:
         schema["description"] = description
@@ -250,10 +254,10 @@ def constrained(
     if not choice:
         return tools, constraint
 
-    kind = choice.require("type", str)
+    kind = choice.require_word("type")
     if kind in ("function", "tool"):
         function = choice.within("function") or choice
-        named = function.require("name", str)
+        named = function.require_word("name", _MOST_TOOL_NAME)
         names = [name for name in names if name == named]
         function.close(neutral=_CHOICE_NEUTRAL)
     elif kind not in ("none", "auto", "required", "any"):
@@ -275,7 +279,7 @@ def constrained(
 
 def _form(form: Fields) -> Mapping[str, Any] | None:
     """Return the constraint of a form of the answer."""
-    kind = form.require("type", str)
+    kind = form.require_word("type")
     constraint: Mapping[str, Any] | None = None
     if kind == "json_object":
         constraint = {"json_object": True}

@@ -25,6 +25,9 @@ _KINDS = {
 
 _LARGEST = 2.0**64
 
+MOST_ID = 256
+_MOST_STOP = 1024
+
 _NO_TEXT = "the policy reads texts alone; leave it out"
 _ITS_OWN_STATE = "send the whole conversation in messages or input"
 _UNLIKE_THE_POLICY = "it changes what is sampled, and the run's own settings hold"
@@ -139,6 +142,32 @@ class Fields:
             raise self.refusal(name, f"expected {_KINDS[kind]}, but it is missing")
         return value
 
+    def word(self, name: str, most: int = MOST_ID) -> str | None:
+        """Return a field that is a short text, or None.
+
+        Names, types and ids are: no template needs to write them, so that the context
+        does not bound them.
+
+        Raises:
+            CallRefused: It is no text, or has more characters than `most`.
+        """
+        text = self.take(name, str)
+        if text is not None and len(text) > most:
+            why = f"expected at most {most} characters, found {len(text)}"
+            raise self.refusal(name, why)
+        return text
+
+    def require_word(self, name: str, most: int = MOST_ID) -> str:
+        """Return a field that is a short text.
+
+        Raises:
+            CallRefused: It is absent, no text, or too long.
+        """
+        text = self.word(name, most)
+        if text is None:
+            raise self.refusal(name, f"expected {_KINDS[str]}, but it is missing")
+        return text
+
     def count(self, name: str, most: float = _LARGEST) -> int | None:
         """Return a field that is a number of things, from 1 to `most`, or None.
 
@@ -171,7 +200,7 @@ class Fields:
         """Return a field that is a text or at most `most` of them, none of them empty.
 
         Raises:
-            CallRefused: It is anything else.
+            CallRefused: It is anything else, or one is long.
         """
         value = self._values.pop(name, [])
         texts = [value] if isinstance(value, str) else value
@@ -179,6 +208,10 @@ class Fields:
         if not is_list or not all(isinstance(each, str) and each for each in texts):
             what = f"expected at most {most} texts, none of them empty"
             raise self.refusal(name, f"{what}, found {reprlib.repr(value)}")
+        longest = max(map(len, texts), default=0)
+        if longest > _MOST_STOP:
+            why = f"expected at most {_MOST_STOP} characters each, found {longest}"
+            raise self.refusal(name, why)
         return list(texts)
 
     def within(self, name: str) -> Fields:
@@ -227,7 +260,7 @@ class Fields:
         Raises:
             CallRefused: The type is another.
         """
-        named = self.take("type", str)
+        named = self.word("type")
         if named not in (None, kind):
             why = f"expected {kind!r}, found {named!r}, which is not served"
             raise self.refusal("type", why)

@@ -186,7 +186,7 @@ def _system(fields: Fields) -> list[Message]:
     """Return the system prompt as a message in front, where there is any."""
     texts = []
     for part in fields.content("system"):
-        text = text_of(part, part.require("type", str))
+        text = text_of(part, part.require_word("type"))
         if not text.startswith(BILLING_HEADER):
             texts.append(text)
     return [{"role": "system", "content": "\n".join(texts)}] if texts else []
@@ -194,7 +194,7 @@ def _system(fields: Fields) -> list[Message]:
 
 def _messages(fields: Fields) -> list[Message]:
     """Return the messages of a message; each result of a tool is one."""
-    role = fields.require("role", str)
+    role = fields.require_word("role")
     if role == "assistant":
         messages = [_assistant(fields)]
     elif role == "user":
@@ -210,14 +210,14 @@ def _user(fields: Fields) -> list[Message]:
     results: list[Message] = []
     texts: list[str] = []
     for block in fields.content("content"):
-        kind = block.require("type", str)
+        kind = block.require_word("type")
         if kind != "tool_result":
             texts.append(text_of(block, kind))
             continue
         content = joined(block, "content")
         if block.take("is_error", bool) and not content.startswith("Error: "):
             content = f"Error: {content}"
-        results.append(result(block.require("tool_use_id", str), content))
+        results.append(result(block.require_word("tool_use_id"), content))
         block.close({"cache_control"})
     if texts or not results:
         results.append({"role": "user", "content": "\n".join(texts)})
@@ -228,12 +228,12 @@ def _assistant(fields: Fields) -> Message:
     """Return an assistant's message, as an agent repeats it."""
     turn = AssistantTurn()
     for block in fields.content("content"):
-        kind = block.require("type", str)
+        kind = block.require_word("type")
         if kind == "thinking":
             turn.thoughts.append(block.require("thinking", str))
             block.close({"signature"})
         elif kind == "tool_use":
-            call_id = block.require("id", str)
+            call_id = block.require_word("id")
             name = block.require("name", str)
             turn.add_call(call_id, name, block.require("input", dict))
             block.close({"cache_control"}, {"caller": ({"type": "direct"},)})

@@ -72,7 +72,7 @@ class ResponsesProtocol(Protocol):
     def read(self, body: Mapping[str, Any]) -> ModelCall:
         """Return the call of a request's body; see `Protocol.read`."""
         fields = Fields.in_body(body)
-        previous = fields.take("previous_response_id", str)
+        previous = fields.word("previous_response_id")
         messages = _messages(fields.content("input", "input_text"))
         if not messages and previous is None:
             raise fields.refusal("input", "expected a text or at least one item")
@@ -172,8 +172,8 @@ def _messages(items: Sequence[Fields]) -> list[Message]:
     last = 0
 
     for item in items:
-        kind = item.take("type", str) or "message"
-        role = item.require("role", str) if kind == "message" else "assistant"
+        kind = item.word("type") or "message"
+        role = item.require_word("role") if kind == "message" else "assistant"
         if kind in _ITEMS and role == "assistant":
             place = _ITEMS.index(kind)
             begins = place < last or (place == last and kind != "function_call")
@@ -195,7 +195,7 @@ def _add_item(turn: AssistantTurn, item: Fields, kind: str) -> None:
     if kind == "function_call":
         name = item.require("name", str)
         arguments = arguments_in(item.require("arguments", str))
-        turn.add_call(item.require("call_id", str), name, arguments)
+        turn.add_call(item.require_word("call_id"), name, arguments)
     elif kind == "message":
         turn.texts.append(joined(item, "content", _TEXTS))
     else:
@@ -208,7 +208,7 @@ def _add_item(turn: AssistantTurn, item: Fields, kind: str) -> None:
 def _heard(item: Fields, kind: str, role: str) -> Message:
     """Return the message of an item that the policy did not write."""
     if kind == "function_call_output":
-        call_id = item.require("call_id", str)
+        call_id = item.require_word("call_id")
         message = result(call_id, joined(item, "output", _TEXTS))
     elif kind in _TEXTS:
         message = {"role": "user", "content": text_of(item, kind, _TEXTS)}

@@ -6,7 +6,8 @@ is its session.
 
 Invariant: it listens on loopback alone. Without the secret of an open episode nothing
 is read but the head of a request, and no secret stands in an answer or a log. Whatever
-an agent sends, or does not read, other agents go on.
+an agent sends, or does not read, other agents go on: what is read of it is bounded by
+what the policy's context can hold, before any of it is made into values.
 """
 
 from __future__ import annotations
@@ -16,13 +17,12 @@ import contextlib
 import hashlib
 import hmac
 import json
-import resource
 import secrets
 import traceback
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Any
-from weakref import WeakKeyDictionary
+from typing import Any, TypeVar
 
 from aiohttp import web
 
@@ -30,6 +30,7 @@ from verl_ray.agents.contract import EpisodeTask, Policy
 from verl_ray.agents.episode import Run
 from verl_ray.agents.gateway.calls import ModelCall, Protocol
 from verl_ray.agents.gateway.chat import ChatProtocol
+from verl_ray.agents.gateway.connections import Connection, Connections
 from verl_ray.agents.gateway.launch import Agent, Door
 from verl_ray.agents.gateway.messages import MessagesProtocol
 from verl_ray.agents.gateway.responses import ResponsesProtocol
@@ -40,14 +41,21 @@ from verl_ray.errors import CallRefused
 HOST = "127.0.0.1"
 
 _MOST_BODY_BYTES = 1 << 24
-_LARGE_BYTES = 1 << 18
-"""Bytes from which on a body is read in a thread: it would hold the event loop."""
+_LEAST_BODY_BYTES = 1 << 16
+_BYTES_OF_A_TOKEN = 64
+
+_MOST_MARKS = 1 << 19
+_LEAST_MARKS = 1 << 12
+_MARKS_OF_A_TOKEN = 2
+
+_MOST_MESSAGES = 10_000
+"""Messages, calls and tools of a request; each costs time, whatever the context is."""
+
+_SMALL_BYTES = 1 << 12
+"""Bytes of a body that is read at once; others are read in turn, in a thread."""
 
 _MOST_CALLS = 64
 """Requests of an episode that are worked on at a time; others wait."""
-
-_MOST_WAITING = 1024
-"""Requests of an episode that may wait; further ones are refused."""
 
 _FIRST_SIGN_S = 10.0
 """Seconds after which a stream without an event shows that it is alive."""
@@ -56,6 +64,8 @@ _SHUTDOWN_S = 0.1
 
 
 _CHAT, _RESPONSES, _MESSAGES = ChatProtocol(), ResponsesProtocol(), MessagesProtocol()
+
+_T = TypeVar("_T")
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -66,10 +76,11 @@ class _Guest:
 
     session: AgentSession
     secret: str
+    readers: ThreadPoolExecutor
     places: asyncio.Semaphore = field(
         default_factory=lambda: asyncio.Semaphore(_MOST_CALLS)
     )
-    num_requests: int = 0
+    reading: asyncio.Lock = field(default_factory=asyncio.Lock)
     handlers: set[asyncio.Task[Any]] = field(default_factory=set)
 
 
@@ -83,9 +94,9 @@ class Gateway:
         """Listen to nobody yet."""
         # By a digest of the secret, so that no look-up tells how much of it is right.
         self._guests: dict[bytes, _Guest] = {}
-        application = web.Application(
-            client_max_size=_MOST_BODY_BYTES, middlewares=[_with_errors]
-        )
+        self._connections = Connections()
+        self._readers = ThreadPoolExecutor(2, "gateway")
+        application = web.Application(middlewares=[_with_errors])
         application.add_routes(
             [
                 web.get("/v1/models", self._served(_models)),
@@ -99,25 +110,25 @@ class Gateway:
         )
         # A client that goes away may come back for its answer, which is sampled anyhow.
         self._runner = web.AppRunner(
-            application,
-            access_log=None,
-            handler_cancellation=True,
-            shutdown_timeout=_SHUTDOWN_S,
+            application, handler_cancellation=True, shutdown_timeout=_SHUTDOWN_S
         )
+        self._listener: asyncio.Server | None = None
         self._port = 0
 
     async def listen(self) -> None:
         """Listen on a free port of loopback."""
-        # Agents have connections, and so do the pipes of their processes.
-        _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
         await self._runner.setup()
-        await web.TCPSite(self._runner, HOST, 0, backlog=1024).start()
-        self._port = int(self._runner.addresses[0][1])
+        server = self._runner.server
+        assert server is not None, "it is set up"
+        self._listener = await self._connections.listen(server, HOST)
+        self._port = int(self._listener.sockets[0].getsockname()[1])
 
     async def close(self) -> None:
         """Stop listening."""
+        if self._listener is not None:
+            self._listener.close()
         await self._runner.cleanup()
+        self._readers.shutdown(wait=False)
 
     @contextlib.asynccontextmanager
     async def guest(
@@ -125,7 +136,7 @@ class Gateway:
     ) -> AsyncIterator[tuple[AgentSession, Door]]:
         """Open the session of an episode, with its secret, for the time of a block."""
         secret = f"sk-{secrets.token_urlsafe(32)}"
-        guest = _Guest(AgentSession(policy, reward), secret)
+        guest = _Guest(AgentSession(policy, reward), secret, self._readers)
         self._guests[_key(secret)] = guest
 
         def keep_output(text: str) -> None:
@@ -141,6 +152,7 @@ class Gateway:
             for task in guest.handlers:
                 task.cancel()
             await asyncio.gather(*guest.handlers, return_exceptions=True)
+            self._connections.close_all(guest)
 
     # --------------------------------------------------------------------------- routes
 
@@ -149,7 +161,9 @@ class Gateway:
 
         async def handle(request: web.Request) -> web.StreamResponse:
             guest = self._guest_of(request)
-            async with _counted(guest):
+            assert isinstance(request.protocol, Connection), "it listens for these"
+            self._connections.claim(request.protocol, guest)
+            async with _place(guest):
                 try:
                     return await handler(request, guest)
                 except CallRefused as refusal:
@@ -198,7 +212,10 @@ async def _with_errors(request: web.Request, handler: Handler) -> web.StreamResp
         refusal = CallRefused(f"the turn was not sampled: {error}", status=500)
     protocol = _MESSAGES if request.path.startswith("/v1/messages") else _CHAT
     response = web.json_response(protocol.error(refusal), status=refusal.status)
-    if not request.content.is_eof():
+    if refusal.status == 429:
+        # What is asked again by the client itself counts as known, and this is not.
+        response.headers["x-should-retry"] = "false"
+    if refusal.status == 429 or not request.content.is_eof():
         # What else it sends is not read.
         response.force_close()
     return response
@@ -221,7 +238,7 @@ async def _models(request: web.Request, guest: _Guest) -> web.StreamResponse:
 
 
 async def _reward(request: web.Request, guest: _Guest) -> web.StreamResponse:
-    fields, _ = await _read(request)
+    fields, _ = await _read(request, guest, dict)
     if set(fields) != {"reward"}:
         raise CallRefused('expected {"reward": NUMBER}', "reward")
     guest.session.post(fields["reward"])
@@ -229,8 +246,9 @@ async def _reward(request: web.Request, guest: _Guest) -> web.StreamResponse:
 
 
 async def _count_tokens(request: web.Request, guest: _Guest) -> web.StreamResponse:
-    fields, _ = await _read(request)
-    num_tokens = guest.session.num_tokens(_MESSAGES.read_count(fields))
+    call, _ = await _read(request, guest, _MESSAGES.read_count)
+    _check_length(call, guest)
+    num_tokens = guest.session.num_tokens(call)
     return web.json_response(_MESSAGES.count(num_tokens))
 
 
@@ -238,8 +256,8 @@ def _calls(protocol: Protocol) -> Served:
     """Return what serves the calls of a protocol."""
 
     async def serve(request: web.Request, guest: _Guest) -> web.StreamResponse:
-        fields, body = await _read(request)
-        call = protocol.read(fields)
+        call, body = await _read(request, guest, protocol.read)
+        _check_length(call, guest)
         retries = request.headers.get("x-stainless-retry-count", "0")
         is_retry = retries != "0"
         with guest.session.answer(protocol, call, body, is_retry=is_retry) as answer:
@@ -298,41 +316,95 @@ def _event(name: str | None, data: Mapping[str, Any] | str) -> bytes:
     return f"{head}data: {text}\n\n".encode()
 
 
-async def _read(request: web.Request) -> tuple[dict[str, Any], bytes]:
-    """Return the JSON object in the body of a request, and the body.
+# --------------------------------------------------------------------------- bodies
+
+
+async def _read(
+    request: web.Request, guest: _Guest, read: Callable[[Mapping[str, Any]], _T]
+) -> tuple[_T, bytes]:
+    """Return what is read of the JSON object in the body of a request, and the body.
 
     Raises:
-        CallRefused: It is too long, or none.
+        CallRefused: It is too long, or no such object, or refused by `read`.
     """
-    if (request.content_length or 0) > _MOST_BODY_BYTES:
-        raise CallRefused(
-            f"the body has {request.content_length} bytes, and may have"
-            f" {_MOST_BODY_BYTES}",
-            status=413,
+    tokens = guest.session.policy.limits.context_tokens
+    most = min(_MOST_BODY_BYTES, _LEAST_BODY_BYTES + _BYTES_OF_A_TOKEN * tokens)
+    size = request.content_length
+    if size is not None and size > most:
+        raise _too_long(f"the body has {size} bytes", most, tokens)
+
+    if size is not None and size <= _SMALL_BYTES:
+        body = await _bytes(request, most, tokens)
+        return read(_fields(body, tokens)), body
+    # One at a time of a session, so that it takes neither all memory nor all time.
+    async with guest.reading:
+        body = await _bytes(request, most, tokens)
+        done = asyncio.get_running_loop().run_in_executor(
+            guest.readers, lambda: read(_fields(body, tokens))
         )
-    body = await request.read()
+        try:
+            return await asyncio.shield(done), body
+        finally:
+            # Whoever goes away meanwhile does not have the next one read as well.
+            await asyncio.wait({done})
+
+
+async def _bytes(request: web.Request, most: int, tokens: int) -> bytes:
+    """Return the body of a request, of which no more than `most` bytes are taken."""
+    body = bytearray()
     try:
-        if len(body) > _LARGE_BYTES:
-            fields = await asyncio.to_thread(json.loads, body)
-        else:
-            fields = json.loads(body)
+        async for piece in request.content.iter_any():
+            body += piece
+            if len(body) > most:
+                raise _too_long(f"the body has more than {most} bytes", most, tokens)
+    except web.RequestPayloadError as error:
+        raise CallRefused(f"the body cannot be read: {error}") from None
+    return bytes(body)
+
+
+def _fields(body: bytes, tokens: int) -> dict[str, Any]:
+    """Return the JSON object in a body, for a context of so many tokens.
+
+    Raises:
+        CallRefused: It is none, or has too many values.
+    """
+    # Each value has one of these marks before it, save the first of a body.
+    marks = body.count(b",") + body.count(b"{") + body.count(b"[")
+    most = min(_MOST_MARKS, _LEAST_MARKS + _MARKS_OF_A_TOKEN * tokens)
+    if marks > most:
+        raise _too_long(f"the body has {marks} commas and brackets", most, tokens)
+    try:
+        fields = json.loads(body)
     except (ValueError, RecursionError) as error:
         raise CallRefused(f"the body is no JSON: {error}") from None
     if not isinstance(fields, dict):
         raise CallRefused("the body is no JSON object")
-    return fields, body
+    return fields
+
+
+def _check_length(call: ModelCall, guest: _Guest) -> None:
+    """Refuse a call whose messages, calls and tools cannot all have a place."""
+    tokens = guest.session.policy.limits.context_tokens
+    calls = sum(len(each.get("tool_calls", ())) for each in call.messages)
+    count = len(call.messages) + calls + len(call.tools)
+    most = min(_MOST_MESSAGES, tokens)
+    if count > most:
+        what = f"there are {count} messages, calls and tools"
+        raise _too_long(what, most, tokens)
+
+
+def _too_long(what: str, most: int, tokens: int) -> CallRefused:
+    text = f"{what}, and for a context of {tokens} tokens there may be {most}"
+    return CallRefused(text, status=413, code="context_length_exceeded")
 
 
 @contextlib.asynccontextmanager
-async def _counted(guest: _Guest) -> AsyncIterator[None]:
+async def _place(guest: _Guest) -> AsyncIterator[None]:
     """Let a request of a session wait for its place.
 
     Raises:
-        CallRefused: Too many wait, or the episode is over.
+        CallRefused: The episode is over.
     """
-    if guest.num_requests > _MOST_WAITING:
-        raise CallRefused("too many requests of this episode wait", status=429)
-    guest.num_requests += 1
     task = asyncio.current_task()
     assert task is not None
     guest.handlers.add(task)
@@ -342,7 +414,6 @@ async def _counted(guest: _Guest) -> AsyncIterator[None]:
                 raise CallRefused("the episode is over", status=403)
             yield
     finally:
-        guest.num_requests -= 1
         guest.handlers.discard(task)
 
 
@@ -352,23 +423,37 @@ def _key(secret: str) -> bytes:
 
 # ------------------------------------------------------------- the server of this loop
 
-_gateways: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Task[Gateway]] = (
-    WeakKeyDictionary()
-)
+_gateways: dict[asyncio.AbstractEventLoop, asyncio.Task[Gateway]] = {}
 
 
 async def gateway_here() -> Gateway:
-    """Return the gateway of the running event loop, which the first call starts."""
+    """Return the gateway of the running event loop, which the first call starts.
 
-    async def start() -> Gateway:
-        gateway = Gateway()
-        await gateway.listen()
-        return gateway
-
+    One that could not start is started again by the next call.
+    """
     loop = asyncio.get_running_loop()
-    if loop not in _gateways:
-        _gateways[loop] = asyncio.create_task(start())
-    return await asyncio.shield(_gateways[loop])
+    if loop in _gateways:
+        return await asyncio.shield(_gateways[loop])
+    for other in [each for each in _gateways if each.is_closed()]:
+        del _gateways[other]
+    starting = _gateways[loop] = asyncio.create_task(_started())
+
+    def forget_failure(task: asyncio.Task[Gateway]) -> None:
+        if task.cancelled() or task.exception() is not None:
+            del _gateways[loop]
+
+    starting.add_done_callback(forget_failure)
+    return await asyncio.shield(starting)
+
+
+async def _started() -> Gateway:
+    gateway = Gateway()
+    try:
+        await gateway.listen()
+    except BaseException:
+        await gateway.close()
+        raise
+    return gateway
 
 
 def run_of(agent: Agent) -> Run:
