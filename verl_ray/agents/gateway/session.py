@@ -293,8 +293,10 @@ class AgentSession:
         return error
 
     def note_refusal(self, refusal: CallRefused) -> None:
-        """Remember why a request was refused, in case there is no other one."""
+        """Remember why a request was refused, in case the agent ends by that."""
         policy = self.policy
+        if refusal.code == "context_length_exceeded":
+            self._last_limit = End.CONTEXT_OVERFLOW
         if not policy.num_turns and not policy.overflow:
             policy.overflow = f"a request was refused: {refusal.message}"
 
