@@ -8,6 +8,8 @@ from __future__ import annotations
 import functools
 from typing import Any
 
+import openai
+
 from verl_ray.agents.contract import EpisodeTask, Message, Policy, message_of
 
 _FIRST = {"role": "user", "content": "Guess a number."}
@@ -35,10 +37,7 @@ async def ask(task: EpisodeTask, base_url: str, api_key: str, turns: int) -> flo
 
 
 @functools.cache
-def _client() -> Any:
+def _client() -> openai.AsyncOpenAI:
     """Return a client of this process, which has its connections."""
-    # Imported here: only this side of the comparison needs it.
-    import openai
-
     limits = openai.DefaultAsyncHttpxClient(limits=openai.DEFAULT_CONNECTION_LIMITS)
     return openai.AsyncOpenAI(api_key="none", timeout=600.0, http_client=limits)
