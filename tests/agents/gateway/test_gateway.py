@@ -82,6 +82,8 @@ class Answers:
 
     text: Callable[[str, int], str]
     delay_s: Callable[[str], float] = lambda _: 0.0
+    num_together: int = 0
+    """The first turns wait until so many are begun."""
 
     def __post_init__(self) -> None:
         self.prompts: list[str] = []
@@ -99,6 +101,8 @@ class Answers:
         prompt = str(TOKENIZER.decode(list(tokens)))
         self.prompts.append(prompt)
         self.seeds.append(seed)
+        while len(self.prompts) < self.num_together:
+            await asyncio.sleep(0.001)
         await asyncio.sleep(self.delay_s(prompt))
         text = self.text(prompt, seed)
         encoded = TOKENIZER(text, add_special_tokens=False)["input_ids"]
@@ -132,11 +136,12 @@ def play(
     *,
     reward: Literal["grader", "post", "stdout"] = "grader",
     delay_s: Callable[[str], float] = lambda _: 0.0,
+    num_together: int = 0,
     template: str = PRESERVING,
     terms: Terms | None = None,
     tell: Callable[[str], None] = lambda _: None,
 ) -> tuple[Episode, Answers]:
-    sampler = Answers(text, delay_s)
+    sampler = Answers(text, delay_s, num_together)
     episode = asyncio.run(
         run_episode(
             run_of(Agent(Started(agent, reward))),
@@ -390,11 +395,11 @@ def test_parallel_calls_are_branches_in_any_order(slow: str) -> None:
     def delay_s(prompt: str) -> float:
         return 0.1 if f"\n{slow}<" in prompt else 0.02
 
-    episode, _ = play(agent, lambda prompt, seed: f"{seed % 10**6}", delay_s=delay_s)
-    assert episode.num_turns == 6
-    other, _ = play(
-        agent, lambda prompt, seed: f"{seed % 10**6}", delay_s=lambda _: 0.05
+    episode, _ = play(
+        agent, lambda prompt, seed: f"{seed % 10**6}", delay_s=delay_s, num_together=2
     )
+    assert episode.num_turns == 6
+    other, _ = play(agent, lambda prompt, seed: f"{seed % 10**6}", num_together=2)
     assert episode.rows == other.rows and len(episode.rows) == 4
     assert episode.conversations == other.conversations
     assert episode.response == other.response
