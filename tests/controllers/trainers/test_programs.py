@@ -41,7 +41,6 @@ def train(
     "schedule",
     [
         "synchronous",
-        # Its own processes need four cores, which a shared cluster may not have free.
         pytest.param("one_step_off", marks=pytest.mark.slow),
     ],
 )
@@ -49,7 +48,7 @@ def test_a_command_and_a_function_of_the_same_words_have_the_same_bits(
     cluster: Session, inputs: Inputs, tmp_path: Path, schedule: str
 ) -> None:
     """Over two protocols, and paid in two ways."""
-    changes = [f"schedule={schedule}", "tracking.rollouts=all"]
+    changes = [f"schedule={schedule}", "tracking.rollouts=all", "algorithm.kl=none"]
     if schedule == "one_step_off":
         changes.append("placement=separate")
     function = train(
