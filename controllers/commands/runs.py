@@ -15,7 +15,7 @@ from rich.table import Table
 from verl_ray.errors import ConfigError, Problem
 from verl_ray.paths import OUTPUTS, typed_path
 from verl_ray.report.record import RunRecord, read_run
-from verl_ray.tracking.base import HELD_OUT
+from verl_ray.tracking.held_out_names import label_of
 from verl_ray.tracking.history import wall_s
 from verl_ray.tracking.printed_report import plain_console
 
@@ -84,7 +84,7 @@ def _result(run: RunRecord) -> str:
             text = f"{course.values[first]:.4g} -> {text}"
         if best != last:
             text += f", best {course.values[best]:.4g} at step {best}"
-        return f"{course.metric.removeprefix(HELD_OUT)} {text}"
+        return f"{label_of(course.metric)} {text}"
 
     rewards = [line[_REWARD] for line in run.lines if _REWARD in line]
     return f"reward {rewards[-1]:.4g}" if rewards else "-"

@@ -114,8 +114,9 @@ class Evaluator:
 
         problem_scores = self._scores_of_problems(core, entries)
         lengths = self._lengths_of_problems(problem_scores, taken)
-        metrics = self._score_metrics(scores, raw_scores, core, entries)
-        all_scores = HeldOutScores.joined([problem_scores, *lengths])
+        rewards = held_out_measures.reward_scores(scores, core, problem_scores)
+        metrics = self._score_metrics(raw_scores, core, entries, rewards)
+        all_scores = HeldOutScores.joined([problem_scores, *rewards, *lengths])
         metrics |= group_metric_means(all_scores)
         metrics |= held_out_measures.length_metrics(lengths)
         metrics |= held_out_measures.problem_counts(self._prompts.data_source.texts())
@@ -193,16 +194,16 @@ class Evaluator:
 
     def _score_metrics(
         self,
-        scores: ResponseScores,
         raw_scores: Mapping[str, ResponseScores],
         core: CoreScores,
         entries: Sequence[Entries],
+        rewards: Sequence[HeldOutScores],
     ) -> Metrics:
         """Return the metrics of each data source and grader."""
         group_size = self._config.evaluation.group_size
         sources = self._sources
         metrics = score_entries.held_out_entry_metrics(sources, entries, group_size)
-        metrics |= held_out_measures.held_out_rewards(sources, scores, core, group_size)
+        metrics |= held_out_measures.reward_metrics(rewards)
         # An accuracy that is the main metric of its data source has one name.
         for name in core.names:
             if name.kind == ACCURACY:

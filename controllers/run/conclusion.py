@@ -28,7 +28,9 @@ from verl_ray.config.schema import Config
 from verl_ray.disk import replace_file
 from verl_ray.errors import ConfigError, Interrupted
 from verl_ray.report.findings import findings
-from verl_ray.report.record import noting, read_faults
+from verl_ray.report.lines import RunLines
+from verl_ray.report.record import held_out_courses, noting, read_faults
+from verl_ray.report.summary import summary
 from verl_ray.report.tracker import last_report
 from verl_ray.tracking import GLOBAL_STEP, Trackers
 from verl_ray.tracking.base import Sample
@@ -242,14 +244,19 @@ def report_of(
         segments = read_history(folder)
     total_s = wall_s(segments)
     faults = read_faults(folder, segments[0].begun_s if segments else 0.0, damage)
-    shown = findings(lines, to_tree(task.config), segments, faults)
+    tree = to_tree(task.config)
+    shown = findings(lines, tree, segments, faults)
+    durations = phase_durations(
+        lines, total_s, starting_s(segments), preparing_s(segments)
+    )
+    courses = held_out_courses(lines, tree)
+    run = RunLines(lines, tree)
 
     return Report(
         title=title,
+        summary=summary(run, courses, changes, durations, total_s),
         total_s=total_s,
-        durations=phase_durations(
-            lines, total_s, starting_s(segments), preparing_s(segments)
-        ),
+        durations=durations,
         before=_with_intervals(before, scores),
         after=_with_intervals(after, scores),
         changes=changes,

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Container, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import nan
 
 import numpy as np
@@ -133,28 +133,37 @@ def core_scores(
     return CoreScores(core_names, values)
 
 
-def held_out_rewards(
-    sources: Sequence[str], scores: ResponseScores, core: CoreScores, group_size: int
-) -> Metrics:
-    """Return val-aux/<data source>/reward/mean@N where the main metric is another.
+def reward_scores(
+    scores: ResponseScores, core: CoreScores, problems: HeldOutScores
+) -> list[HeldOutScores]:
+    """Return the rewards where the main metric is another, a part per data source.
 
-    It is the mean score; failed ones are left out.
+    They count in val-aux/<data source>/reward/mean@N, and failed ones in none.
 
     Args:
-        sources: Data source of each response, [rows].
         scores: Scores of the responses.
         core: What counts in the main metrics.
-        group_size: Number of responses per prompt.
+        problems: Scores of the problems in the main metrics.
     """
     values = np.where(scores.ok, scores.score, nan).astype(np.float64)
-    is_core = np.array([name.kind == REWARD for name in core.names])
-    if not len(values) or is_core.all():
-        return {}
-    others = np.flatnonzero(~is_core)
-    other_names = [
-        ScoreName.of_means(sources[row], REWARD, group_size).aside for row in others
-    ]
-    return CoreScores(other_names, values[others]).means()
+    values = values.reshape(problems.scores.shape)
+    names = core.names[:: problems.scores.shape[1]]
+    parts = []
+    for name in sorted({name for name in names if name.kind != REWARD}, key=str):
+        rows = np.array([row for row, other in enumerate(names) if other == name])
+        metric = str(replace(name, kind=REWARD).aside)
+        parts.append(problems.select(rows).of_metric(metric, values[rows]))
+    return parts
+
+
+def reward_metrics(parts: Sequence[HeldOutScores]) -> Metrics:
+    """Return the mean of each part of `reward_scores`; NaN where nothing counts."""
+    metric_means: Metrics = {}
+    for part in parts:
+        counted = part.scores[~np.isnan(part.scores)]
+        mean = float(counted.mean()) if len(counted) else nan
+        metric_means[part.metrics[0]] = mean
+    return metric_means
 
 
 def missing_scores(scores: ResponseScores) -> Metrics:

@@ -40,6 +40,21 @@ def test_before_after_and_change() -> None:
     assert "interval" not in text
 
 
+def test_a_reward_stands_below_its_accuracy_where_it_differs() -> None:
+    reward = "val-aux/sums/reward/mean@1"
+
+    def names(rewards: float) -> list[str]:
+        after = HeldOut(200, {"val-aux/dropped": 1.0, reward: rewards, SUMS: 0.755})
+        text = shown(before=HeldOut(0, {reward: 0.41, SUMS: 0.41}), after=after)
+        return [row[0] for row in rows(text) if row and row[0].startswith("val-")]
+
+    assert names(0.5) == [SUMS, reward, "val-aux/dropped"]
+    assert names(0.755) == [SUMS, "val-aux/dropped"]
+    text = shown(summary="Held-out \x1b[2J rose " + "by a lot " * 20)
+    assert "\x1b" not in text and " ".join(text.split()).count("by a lot") == 20
+    assert max(map(len, text.splitlines()[:6])) <= 80
+
+
 def test_intervals_stand_below_their_numbers_within_80_columns() -> None:
     text = shown(
         before=HeldOut(0, {SUMS: 0.41}, {SUMS: Interval(0.41, 0.37, 0.45, 500)}),

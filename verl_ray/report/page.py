@@ -29,12 +29,14 @@ import numpy.typing as npt
 from verl_ray.algorithms.intervals import Interval
 from verl_ray.report.evidence import failed_score_counts
 from verl_ray.report.findings import findings, is_beyond_plan
-from verl_ray.report.lines import Line
+from verl_ray.report.lines import Line, RunLines
 from verl_ray.report.record import RunRecord, read_run
 from verl_ray.report.samples import RecordedRow
+from verl_ray.report.summary import summary
 from verl_ray.shell import for_shell
 from verl_ray.tracking.base import GLOBAL_STEP
 from verl_ray.tracking.comparison import intervals, paired_differences
+from verl_ray.tracking.held_out_names import kind_of
 from verl_ray.tracking.history import (
     phase_durations,
     phase_names,
@@ -234,11 +236,19 @@ def _run(record: RunRecord, blocks: Blocks, stride: int) -> dict[str, Any]:
         values = [line.get(name, math.nan) for line in shown]
         metrics.append([name, blocks.add_numbers(values)])
 
-    total_s = wall_s(list(record.segments)) if record.segments else None
     segments = list(record.segments)
+    total_s = wall_s(segments) if segments else None
+    durations = phase_durations(
+        lines, total_s, starting_s(segments), preparing_s(segments)
+    )
+    changes = _changes(record)
+    sentence = summary(
+        RunLines(lines, record.config), record.held_out, changes, durations, total_s
+    )
     return {
         "name": record.name,
         "folder": str(record.folder),
+        "summary": sentence,
         "state": record.state,
         "step": record.step,
         "totalSteps": record.total_steps,
@@ -250,7 +260,7 @@ def _run(record: RunRecord, blocks: Blocks, stride: int) -> dict[str, Any]:
         "metrics": metrics,
         "facts": _facts(record),
         "config": list(_flat(record.config)),
-        "heldOut": _held_out(record),
+        "heldOut": _held_out(record, changes),
         "findings": [
             asdict(item)
             for item in findings(
@@ -259,11 +269,7 @@ def _run(record: RunRecord, blocks: Blocks, stride: int) -> dict[str, Any]:
         ],
         "segments": [asdict(segment) for segment in record.segments],
         "phases": list(phase_names(names).items()),
-        "durations": list(
-            phase_durations(
-                lines, total_s, starting_s(segments), preparing_s(segments)
-            ).items()
-        ),
+        "durations": list(durations.items()),
         "memory": _memory(lines),
         "scoreFailures": _score_failures(lines),
         "faults": [dict(fault) for fault in record.faults],
@@ -334,7 +340,17 @@ def _facts(record: RunRecord) -> list[tuple[str, str]]:
     return facts
 
 
-def _held_out(record: RunRecord) -> list[dict[str, Any]]:
+def _changes(record: RunRecord) -> Mapping[str, Interval]:
+    """Return the paired differences of the last evaluation to the first one."""
+    if len(record.scores) < 2:
+        return {}
+    before, after = (record.scores[step] for step in sorted(record.scores))
+    return paired_differences(before, after)
+
+
+def _held_out(
+    record: RunRecord, changes: Mapping[str, Interval]
+) -> list[dict[str, Any]]:
     """Return each main held-out metric before, after and at its best.
 
     The first one is the one that the best step is chosen by.
@@ -344,15 +360,13 @@ def _held_out(record: RunRecord) -> list[dict[str, Any]]:
         return []
     first, last = min(evaluations), max(evaluations)
     bounds = {step: intervals(scores) for step, scores in record.scores.items()}
-    changes: Mapping[str, Interval] = {}
-    if first != last and {first, last} <= record.scores.keys():
-        changes = paired_differences(record.scores[first], record.scores[last])
 
     rows = []
     for course in record.held_out:
         name, best = course.metric, course.best_step
         row: dict[str, Any] = {
             "metric": name,
+            "kind": kind_of(name),
             "lowerIsBetter": course.should_fall,
             "best": [best, course.values[best]],
             "change": None,

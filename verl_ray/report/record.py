@@ -32,6 +32,7 @@ from verl_ray.tracking.evaluations import (
     read_scores,
     recorded_evaluations,
 )
+from verl_ray.tracking.held_out_names import accuracy_beside
 from verl_ray.tracking.history import (
     FAULTS,
     HISTORY,
@@ -142,20 +143,8 @@ class RunRecord:
 
     @property
     def held_out(self) -> list[HeldOutCourse]:
-        """Main held-out metrics, those first that the best step is chosen by."""
-        main = MainMetric.of(self.config)
-        evaluations = _evaluations(self.lines, main)
-        courses = []
-        names = {name for values in evaluations.values() for name in values}
-        for name in sorted(names, key=lambda name: (not main.is_meant(name), name)):
-            by_step = {
-                step: values[name]
-                for step, values in evaluations.items()
-                if math.isfinite(values.get(name, math.nan))
-            }
-            if by_step:
-                courses.append(HeldOutCourse(name, main.should_fall(name), by_step))
-        return courses
+        """Main held-out metrics, see `held_out_courses`."""
+        return held_out_courses(self.lines, self.config)
 
     @property
     def command(self) -> str:
@@ -303,6 +292,35 @@ def _whole_lines(path: Path, damage: list[str]) -> list[dict[str, float]]:
     return lines
 
 
+def held_out_courses(
+    lines: Sequence[Line], config: Mapping[str, object]
+) -> list[HeldOutCourse]:
+    """Return main held-out metrics, those first that the best step is chosen by.
+
+    A mean reward stands after the accuracy of the same responses, and is left out
+    where it equals that in all evaluations.
+    """
+    main = MainMetric.of(config)
+    evaluations = _evaluations(lines, main)
+    by_name: dict[str, dict[int, float]] = {}
+    for step, values in evaluations.items():
+        for name, value in values.items():
+            if math.isfinite(value):
+                by_name.setdefault(name, {})[step] = value
+
+    def rank(name: str) -> tuple[bool, str, bool]:
+        beside = accuracy_beside(name) or name
+        is_meant = main.is_meant(name) or main.is_meant(beside)
+        return not is_meant, beside, beside != name
+
+    return [
+        HeldOutCourse(name, main.should_fall(name), by_name[name])
+        for name in sorted(by_name, key=rank)
+        if main.is_meant(name)
+        or by_name[name] != by_name.get(accuracy_beside(name) or "")
+    ]
+
+
 def _evaluations(
     lines: Sequence[Line], main: MainMetric
 ) -> dict[int, dict[str, float]]:
@@ -313,6 +331,7 @@ def _evaluations(
             name: value
             for name, value in line.items()
             if name.startswith(HELD_OUT)
+            or accuracy_beside(name) in line
             or (name.startswith("val-") and main.is_meant(name))
         }
         if held_out:

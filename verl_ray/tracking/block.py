@@ -34,7 +34,8 @@ from verl_ray.profiling.output_lines import WARNINGS, printable
 from verl_ray.profiling.phases import NOTHING, PHASES, Count, Doing
 from verl_ray.profiling.process_table import IDLE, ProcessRow, read_status
 from verl_ray.rewards.health import ScoreHealth
-from verl_ray.tracking.base import GLOBAL_STEP, HELD_OUT
+from verl_ray.tracking.base import GLOBAL_STEP
+from verl_ray.tracking.held_out_names import label_of, main_names
 from verl_ray.tracking.history import (
     RunSegment,
     phase_durations,
@@ -168,10 +169,11 @@ class Course:
     @property
     def held_out(self) -> list[ShownMetric]:
         """The held-out metrics of the last evaluation, each with its first value."""
+        # The driver may note a line meanwhile.
+        values = {name: value for name, (_, value) in dict(self._lasts).items()}
         return [
             self._since_first(held_out_label(name), name)
-            for name in list(self._lasts)
-            if name.startswith(HELD_OUT)
+            for name in held_out_names(values)
         ]
 
     def _since_first(self, label: str, name: str) -> ShownMetric:
@@ -192,17 +194,13 @@ def first_shown(line: Mapping[str, float]) -> list[tuple[str, str]]:
 def held_out_names(line: Mapping[str, float]) -> list[str]:
     """Return the names of the main held-out metrics of a line."""
     # Averages alone: best@N/mean and the like stand in the report.
-    return [
-        name
-        for name in line
-        if name.startswith(HELD_OUT) and not name.endswith("/mean")
-    ]
+    return [name for name in main_names(line) if not name.endswith("/mean")]
 
 
 def held_out_label(name: str) -> str:
     """Return the name of a held-out metric as it is shown."""
     # The data source of supervised runs is named as all of them are here.
-    return name.removeprefix(HELD_OUT).removeprefix("held_out/")
+    return label_of(name).removeprefix("held_out/")
 
 
 def speed(line: Mapping[str, float]) -> list[str]:

@@ -8,6 +8,7 @@ both of its ends.
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Self
 
@@ -59,6 +60,13 @@ class ScoreName:
         """The same score, which is not the main one of its data source."""
         return replace(self, is_core=False)
 
+    @property
+    def accuracy_beside(self) -> Self | None:
+        """The accuracy that a mean reward stands beside; None of any other metric."""
+        if self.is_core or self.kind != REWARD or self.group_size is None:
+            return None
+        return replace(self, kind=ACCURACY, is_core=True)
+
     def with_statistic(self, statistic: str) -> Self:
         """Return the name of another statistic of the same scores."""
         return replace(self, statistic=statistic)
@@ -66,3 +74,36 @@ class ScoreName:
     def __str__(self) -> str:
         place = _CORE if self.is_core else _AUX
         return f"{place}/{self.source}/{self.kind}/{self.statistic}"
+
+
+def label_of(name: str) -> str:
+    """Return the name of a held-out metric without val-core/ or val-aux/."""
+    return name.removeprefix(f"{_CORE}/").removeprefix(f"{_AUX}/")
+
+
+def kind_of(name: str) -> str:
+    """Return what a held-out metric measures, such as accuracy, reward or loss."""
+    parts = ScoreName.parse(name)
+    kind = name.rpartition("/")[2] if parts is None else parts.kind
+    return "accuracy" if kind == ACCURACY else kind
+
+
+def accuracy_beside(name: str) -> str | None:
+    """Return the accuracy that a mean reward stands beside; None of another metric."""
+    parts = ScoreName.parse(name)
+    accuracy = None if parts is None else parts.accuracy_beside
+    return None if accuracy is None else str(accuracy)
+
+
+def main_names(metrics: Mapping[str, float]) -> list[str]:
+    """Return the held-out metrics of an evaluation that say what it came to.
+
+    They are the core ones, and the mean rewards that differ from the accuracy beside
+    them: those that equal it say nothing more.
+    """
+    names = [name for name in metrics if name.startswith(f"{_CORE}/")]
+    for name, value in metrics.items():
+        accuracy = accuracy_beside(name)
+        if accuracy in metrics and value != metrics[accuracy]:
+            names.insert(names.index(accuracy) + 1, name)
+    return names

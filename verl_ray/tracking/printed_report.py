@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TextIO
 
@@ -27,6 +27,7 @@ from verl_ray.algorithms.intervals import Interval
 from verl_ray.profiling.output_lines import printable
 from verl_ray.tracking.base import Sample
 from verl_ray.tracking.block import duration_text
+from verl_ray.tracking.held_out_names import accuracy_beside, main_names
 
 # Characters of a prompt or response that are shown. The whole text is in evaluations/.
 _SHOWN_CHARACTERS = 240
@@ -56,6 +57,9 @@ class Report:
 
     title: str
     """How it ended, such as "first: finished after 200 steps"."""
+
+    summary: str = ""
+    """What the run came to, in one sentence; empty where nothing is recorded."""
 
     total_s: float = 0.0
     """Wall time of all processes of the run."""
@@ -111,6 +115,8 @@ def show(
     console = plain_console(stream, width)
     console.print()
     console.print(report.title, soft_wrap=True)
+    if report.summary:
+        console.print(_plain(report.summary, most=len(report.summary)))
     if report.durations:
         console.print(_durations_table(report.durations, report.total_s))
     if report.before is not None or report.after is not None:
@@ -158,8 +164,7 @@ def _metrics_table(report: Report) -> Table:
     if len(sides) == 2:
         table.add_column("change", justify="right", no_wrap=True)
 
-    # Metrics of either side, each once and in order.
-    for name in dict.fromkeys(name for _, side in sides for name in side.metrics):
+    for name in _ordered(side for _, side in sides):
         values = [side.metrics.get(name) for _, side in sides]
         if _is_trivial(name, values):
             continue
@@ -168,6 +173,18 @@ def _metrics_table(report: Report) -> Table:
             cells.append(_change(values, report.changes.get(name)))
         table.add_row(_MetricName(name), *cells)
     return table
+
+
+def _ordered(sides: Iterable[HeldOut]) -> list[str]:
+    """Return the metrics of some evaluations, each once, and the main ones first.
+
+    The reward beside an accuracy is left out where both are the same everywhere.
+    """
+    sides = list(sides)
+    main = dict.fromkeys(name for side in sides for name in main_names(side.metrics))
+    names = dict.fromkeys(name for side in sides for name in side.metrics)
+    rest = [name for name in names if accuracy_beside(name) not in names]
+    return list(dict.fromkeys([*main, *rest]))
 
 
 def _is_trivial(name: str, values: Sequence[float | None]) -> bool:
@@ -239,12 +256,13 @@ def _samples_table(samples: Sequence[Sample]) -> Table:
     return table
 
 
-def _plain(text: str) -> Text:
+def _plain(text: str, most: int = _SHOWN_CHARACTERS) -> Text:
     """Return text in which no character is interpreted.
 
-    Control characters are spelled out, and the tail of a long text is left out.
+    Control characters are spelled out, and what is beyond `most` characters is left
+    out.
     """
     short = text
-    if len(text) > _SHOWN_CHARACTERS:
-        short = text[:_SHOWN_CHARACTERS] + "…"
+    if len(text) > most:
+        short = text[:most] + "…"
     return Text(printable(short))

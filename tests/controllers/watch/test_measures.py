@@ -14,6 +14,7 @@ from controllers.watch import (
     update_measures,
 )
 from controllers.watch.held_out_measures import CoreScores
+from controllers.watch.measures import Metrics
 from controllers.watch.score_entries import (
     entry_metrics,
     held_out_entry_metrics,
@@ -355,6 +356,19 @@ def test_timings_per_token() -> None:
     }
 
 
+def in_problems(core: CoreScores) -> HeldOutScores:
+    """Main scores of which each is of a problem of its own."""
+    numbers = range(len(core.names))
+    return HeldOutScores(
+        numbers, [""] * len(numbers), core.metrics, core.values[:, None]
+    )
+
+
+def reward_means(scored: ResponseScores, core: CoreScores) -> Metrics:
+    parts = held_out_measures.reward_scores(scored, core, in_problems(core))
+    return held_out_measures.reward_metrics(parts)
+
+
 def test_accuracy_per_data_source() -> None:
     scored = ResponseScores(
         np.array([1, 0.5, np.nan], np.float32), np.array([0, 0, 1], np.int8)
@@ -370,7 +384,7 @@ def test_accuracy_per_data_source() -> None:
         "val-core/a/reward/mean@4": 1.0,
         "val-core/b/reward/mean@4": 0.5,
     }
-    assert held_out_measures.held_out_rewards(sources, scored, plain, 4) == {}
+    assert reward_means(scored, plain) == {}
 
     right = core([{}, {}, {}], {"a"})
     # It counts as wrong in an accuracy.
@@ -391,9 +405,10 @@ def test_accuracy_per_data_source() -> None:
     }  # fmt: skip
     assert core([{"acc": 1.0}, {}, {}], set()).means()["val-core/a/acc/mean@4"] == 1.0
     scored.health[2] = ScoreHealth.TIMEOUT
-    assert held_out_measures.held_out_rewards(sources, scored, returned, 4) == {
-        "val-aux/a/reward/mean@4": 1.0
-    }
+    assert reward_means(scored, returned) == {"val-aux/a/reward/mean@4": 1.0}
+    (part,) = held_out_measures.reward_scores(scored, returned, in_problems(returned))
+    assert list(part.problems) == [0, 2]
+    assert np.array_equal(part.scores, [[1], [math.nan]], equal_nan=True)
     assert held_out_entry_metrics(sources, entries, 4) == {
         "val-aux/a/acc/mean@4": 0.5,
         "val-aux/a/length/mean@4": 2.0,
@@ -405,9 +420,7 @@ def test_a_data_source_that_is_named_like_a_metric_loses_none() -> None:
     scored = ResponseScores(np.array([0.5], np.float32), np.array([0], np.int8))
     core = held_out_measures.core_scores([source], scored, [{"acc": 1.0}], set(), 4)
     assert core.means() == {f"val-core/{source}/acc/mean@4": 1.0}
-    assert held_out_measures.held_out_rewards([source], scored, core, 4) == {
-        f"val-aux/{source}/reward/mean@4": 0.5
-    }
+    assert reward_means(scored, core) == {f"val-aux/{source}/reward/mean@4": 0.5}
 
 
 def test_answers_have_the_number_of_the_first_response_with_them() -> None:

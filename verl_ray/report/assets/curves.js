@@ -3,7 +3,6 @@
 
 const keyPanels = [
   { title: "reward, or loss", names: ["critic/rewards/mean", "train/loss", "reward/loss"] },
-  { title: "held out", pattern: /^val-core\// },
   { title: "KL divergence", names: ["actor/kl_loss", "actor/reward_kl_penalty"] },
   { title: "response length, tokens", names: ["response_length/mean", "response_length/max"] },
   { title: "entropy, nats per token", names: ["actor/entropy_per_token"] },
@@ -19,10 +18,22 @@ const keyPanels = [
 const curvesView = { smoothing: 0, hidden: new Set(), search: "" };
 const mostFiltered = 30;
 
+const mostHeldOut = 8;
+
+/** Return the panels that stand first. Each kind of held-out metric has its own, since their scales differ. */
+function panelsOf(report) {
+  const kinds = new Map();
+  for (const row of report.runs.flatMap((run) => run.heldOut)) {
+    if (!kinds.has(row.kind)) kinds.set(row.kind, new Set());
+    kinds.get(row.kind).add(row.metric);
+  }
+  const heldOut = [...kinds].map(([kind, names]) => ({ title: `held out: ${kind}`, names: [...names].slice(0, mostHeldOut) }));
+  return [keyPanels[0], ...heldOut, ...keyPanels.slice(1)];
+}
+
 /** Return the names of a run's metrics that a panel shows. */
 function namesOfPanel(run, panel) {
   const all = run.metrics.map(([name]) => name);
-  if (panel.pattern) return all.filter((name) => panel.pattern.test(name)).slice(0, 8);
   return panel.names.filter((name) => all.includes(name));
 }
 
@@ -47,7 +58,7 @@ function panelCard(report, panel, numbers) {
         const metric = run.metrics.find((pair) => pair[0] === name);
         if (!metric) continue;
         const isAlone = report.runs.length === 1 || numbers.length === 1;
-        const words = name.replace("val-core/", "");
+        const words = heldOutName(name);
         const title = isAlone ? words : names.length > 1 ? `${distinct[place]}, ${run.name}` : run.name;
         curves.push({
           title, color: isAlone ? (report.runs.length > 1 && names.length === 1 ? number : place) : number, dash: !isAlone && place > 0,
@@ -110,7 +121,7 @@ function curvePanels(report, numbers) {
       element("div", { class: "charts" }, ...matching.slice(0, mostFiltered).map(card))];
   }
 
-  const cards = keyPanels.map((panel) => panelCard(report, panel, numbers)).filter((made) => made !== null);
+  const cards = panelsOf(report).map((panel) => panelCard(report, panel, numbers)).filter((made) => made !== null);
   const groups = new Map();
   for (const name of names) {
     const group = name.includes("/") ? name.slice(0, name.indexOf("/")) : "others";

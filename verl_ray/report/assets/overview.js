@@ -9,6 +9,7 @@ function overviewTab(report) {
       report.runs.length > 1 ? swatch(number) : null, recorded(run.name),
       element("span", { class: `chip ${stateClass[run.state] ?? ""}` }, run.state),
       element("span", { class: "quiet made" }, `as of ${utc(report.made)}`)),
+    run.summary ? element("p", { class: "summary" }, recorded(run.summary)) : null,
     run.reason ? element("p", { class: "note bad reason" }, recorded(run.reason)) : null,
     facts(run),
     ...run.damage.map((text) => element("p", { class: "note warn" }, recorded(text))),
@@ -30,18 +31,34 @@ function facts(run) {
     [duration(run.wallS), run.segments.length > 1 ? `time, in ${run.segments.length} processes` : "time"],
     [run.tokens ? compact(run.tokens) : "–", "tokens learned from"],
   ];
-  const main = run.heldOut[0];
-  if (main) {
-    const name = main.metric.replace("val-core/", "");
+  // The best step goes by the first one; a reward may stand beside it.
+  const mains = run.heldOut.slice(0, 2).filter((row, place) => place === 0 || isReward(row.metric));
+  for (const [place, main] of mains.entries()) {
+    const name = heldOutName(main.metric);
     const [, value] = main.after;
-    const isPaired = value !== null && main.before[1] !== null;
-    const change = main.change ? main.change[0] : isPaired ? value - main.before[1] : null;
+    const change = changeOf(main);
     shown.push([short(value), `${name}, ${change === null ? "–" : signed(change)} since step ${main.before[0]}`]);
-    shown.push([short(main.best[1]), `best ${name}, at step ${grouped(main.best[0])}`]);
+    if (place === 0) shown.push([short(main.best[1]), `best ${name}, at step ${grouped(main.best[0])}`]);
   }
   if (run.state === "running" && run.phaseNow) shown.push(["now", run.phaseNow]);
   return element("div", { class: "facts" },
     ...shown.map(([value, title]) => element("div", { class: "fact card" }, element("b", {}, visible(value)), element("span", { class: "recorded" }, visible(title)))));
+}
+
+/** Return the name of a held-out metric without val-core/ or val-aux/. */
+function heldOutName(metric) {
+  return metric.replace(/^val-(core|aux)\//, "");
+}
+
+function isReward(metric) {
+  return /\/reward\/mean@\d+$/.test(metric);
+}
+
+/** Return the change of a held-out metric, paired where it has scores of each problem; null where there is none. */
+function changeOf(row) {
+  if (row.change) return row.change[0];
+  const [before, after] = [row.before[1], row.after[1]];
+  return before === null || after === null || before === undefined || after === undefined || row.before[0] === row.after[0] ? null : after - before;
 }
 
 function compact(value) {
@@ -49,7 +66,7 @@ function compact(value) {
 }
 
 function findingList(run) {
-  if (!run.findings.length) return element("p", { class: "note" }, "No rule of the report points at anything.");
+  if (!run.findings.length) return element("p", { class: "note" }, "No problems found.");
   return element("div", { class: "findings" }, ...run.findings.map((finding) => {
     const kind = { critical: "bad", warning: "warn" }[finding.severity] ?? "quiet";
     const facts = [];
@@ -90,8 +107,8 @@ function heldOutTable(run) {
       const isWorse = row.lowerIsBetter ? low > 0 : high < 0;
       const kind = low === null ? "" : isBetter ? "good" : isWorse ? "bad" : "";
       change = element("span", { class: kind }, signed(mean), low === null ? "" : ` [${signed(low)}, ${signed(high)}]`);
-    }
-    return [recorded(row.metric.replace("val-core/", "")), withBounds(row.before), withBounds(row.after), { number: change },
+    } else if (changeOf(row) !== null) change = signed(changeOf(row));
+    return [directed(row), withBounds(row.before), withBounds(row.after), { number: change },
       { number: `${short(row.best[1])} at ${grouped(row.best[0])}` }];
   });
   const { before, after } = run.heldOut[0];
@@ -100,8 +117,13 @@ function heldOutTable(run) {
     element("p", { class: "quiet" }, "Brackets are 95 % intervals of a bootstrap over problems."));
 }
 
+/** Return the name of a held-out metric, and which way is better. */
+function directed(row) {
+  return element("span", {}, recorded(heldOutName(row.metric)), element("span", { class: "quiet direction" }, row.lowerIsBetter ? " ↓ lower is better" : " ↑ higher is better"));
+}
+
 function keyCharts(report, numbers) {
-  const cards = keyPanels.slice(0, 4).map((panel) => panelCard(report, panel, numbers)).filter((card) => card !== null);
+  const cards = panelsOf(report).map((panel) => panelCard(report, panel, numbers)).filter((card) => card !== null).slice(0, 4);
   return cards.length ? element("div", { class: "charts key" }, ...cards) : null;
 }
 
@@ -111,7 +133,7 @@ function factTable(run) {
     { number: segment.ended_s === null ? "–" : duration(segment.ended_s - segment.begun_s) },
     { number: `${segment.first_step} to ${segment.last_step ?? "?"}` }, visible(segment.ending)]);
   return element("div", {},
-    table(["", ""], run.facts.map(([title, value]) => [element("span", { class: "quiet" }, title), recorded(value, title === "command" ? "mono" : "")])),
+    table(["", ""], run.facts.map(([title, value]) => [element("span", { class: "quiet fact-name" }, title), recorded(value, title === "command" ? "mono" : "")])),
     segments.length ? table(["process began", { number: "took" }, { number: "steps" }, "ended"], segments) : "");
 }
 

@@ -1,0 +1,127 @@
+"""What a run came to, in one sentence: what changed, by how much, and in which time.
+
+Invariant: a pure function of the record. A change is called one where its 95 % interval
+does not hold 0, and noise where it does; without an interval nothing is said of noise.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+from verl_ray.algorithms.intervals import Interval
+from verl_ray.report.lines import RunLines
+from verl_ray.report.record import HeldOutCourse
+from verl_ray.tracking.block import duration_text, held_out_label
+
+_MOST_METRICS = 2
+_MOST_PHASES = 2
+
+_LEARNED = {
+    "critic/rewards/mean": "the reward in training",
+    "train/loss": "the loss in training",
+    "reward/loss": "the loss in training",
+}
+"""Metrics of the steps, of which the first one speaks for a run without evaluations."""
+
+_WINDOW = 5
+"""Most steps of the means at the beginning and at the end."""
+
+
+def summary(
+    run: RunLines,
+    courses: Sequence[HeldOutCourse],
+    changes: Mapping[str, Interval],
+    durations: Mapping[str, float],
+    total_s: float | None,
+) -> str:
+    """Return the sentence; empty where nothing is recorded.
+
+    Args:
+        run: The record.
+        courses: The main held-out metrics.
+        changes: Paired differences of the last evaluation to the first one, by metric.
+        durations: Seconds of each phase in words, the longest first.
+        total_s: Wall time of the run in seconds; None if it is not known.
+    """
+    # Group metrics such as best@N follow from the same responses.
+    singles = [course for course in courses if not course.metric.endswith("/mean")]
+    parts = [
+        _course_in_words(course, changes.get(course.metric))
+        for course in singles[:_MOST_METRICS]
+    ]
+    if parts:
+        parts[0] = f"held-out {parts[0]}"
+    if not any(len(course.values) > 1 for course in singles[:1]):
+        parts += _training_in_words(run)
+    where = _time_in_words(durations, total_s)
+    sentence = "; ".join([*parts, *where])
+    return f"{sentence[:1].upper()}{sentence[1:]}." if sentence else ""
+
+
+def _course_in_words(course: HeldOutCourse, change: Interval | None) -> str:
+    first, last = min(course.values), max(course.values)
+    name, value = held_out_label(course.metric), course.values[last]
+    if first == last:
+        return f"{name} is {value:.4g} at step {last}"
+    before = course.values[first]
+    is_better = (value < before) == course.should_fall
+    places = f"at step {first}", f"at step {last}"
+    return f"{name} {_move(before, value, places, change, is_better=is_better)}"
+
+
+def _move(
+    before: float,
+    after: float,
+    places: tuple[str, str],
+    change: Interval | None,
+    *,
+    is_better: bool,
+) -> str:
+    """Return how a number changed, and whether that is beyond noise."""
+    if before == after:
+        return f"is {after:.4g} {places[1]}, as {places[0]}"
+    verb = "rose" if after > before else "fell"
+    text = f"{verb} from {before:.4g} {places[0]} to {after:.4g} {places[1]}"
+    if change is None or not change.is_telling:
+        return f"{text} ({after - before:+.3g})"
+    verdict = "within noise"
+    if change.low > 0 or change.high < 0:
+        verdict = f"{'better' if is_better else 'worse'}, beyond noise"
+    bounds = f"95 % interval {change.low:+.3g} to {change.high:+.3g}"
+    return f"{text}, {verdict} ({change.mean:+.3g}, {bounds})"
+
+
+def _training_in_words(run: RunLines) -> list[str]:
+    """Return how the reward or the loss of the steps changed; nothing for none."""
+    for metric, words in _LEARNED.items():
+        series = run.series(metric)
+        count = min(_WINDOW, len(series) // 2)
+        if not count:
+            continue
+        before = float(series.values[:count].mean())
+        after = float(series.values[-count:].mean())
+        # The noise of single steps, which is that of neighbours, makes the interval.
+        margin = 1.96 * series.noise * math.sqrt(2 / count)
+        change = after - before
+        interval = Interval(change, change - margin, change + margin, count)
+        steps = f"{count} steps" if count > 1 else "step"
+        places = f"in the first {steps}", f"in the last {steps}"
+        is_better = (change < 0) == metric.endswith("loss")
+        moved = _move(before, after, places, interval, is_better=is_better)
+        return [f"{words} {moved}"]
+    return []
+
+
+def _time_in_words(durations: Mapping[str, float], total_s: float | None) -> list[str]:
+    """Return which phases took most of the time; nothing where none is known."""
+    spent_s = total_s or sum(durations.values())
+    longest = list(durations.items())[:_MOST_PHASES]
+    if not longest or not spent_s:
+        return []
+    shares = [f"{seconds / spent_s:.0%}" for _, seconds in longest]
+    shares[0] += f" of {duration_text(spent_s)} went"
+    words = [
+        f"{share} into {name}" for share, (name, _) in zip(shares, longest, strict=True)
+    ]
+    return [" and ".join(words)]
