@@ -28,7 +28,7 @@ from verl_ray.config.schema import Config
 from verl_ray.disk import replace_file
 from verl_ray.errors import ConfigError, Interrupted
 from verl_ray.report.findings import findings
-from verl_ray.report.lines import RunLines
+from verl_ray.report.lines import RunLines, with_saves_in_their_steps
 from verl_ray.report.record import held_out_courses, noting, read_faults
 from verl_ray.report.summary import summary
 from verl_ray.report.tracker import last_report
@@ -217,6 +217,7 @@ def report_of(
         outputs: what a person may open, by title.
     """
     folder = task.folder
+    lines = with_saves_in_their_steps(lines)
     evaluations = evaluations_of(lines)
     before, after = _first_and_last(evaluations)
 

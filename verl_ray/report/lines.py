@@ -26,6 +26,24 @@ Line = Mapping[str, float]
 """Metrics of a step by their names, `training/global_step` among them."""
 
 
+SAVING = "timing_s/save_checkpoint"
+
+
+def with_saves_in_their_steps(lines: Sequence[Line]) -> list[Line]:
+    """Return lines in which the time of a checkpoint is that of the step that saved.
+
+    The line of a step is written before its checkpoint, so the next line has its time.
+    """
+    moved = list(lines)
+    for place, line in enumerate(lines[1:], start=1):
+        before = moved[place - 1]
+        if SAVING in line and line[GLOBAL_STEP] == before[GLOBAL_STEP] + 1:
+            moved[place - 1] = {**before, SAVING: line[SAVING]}
+            rest = {name: value for name, value in line.items() if name != SAVING}
+            moved[place] = rest
+    return moved
+
+
 def setting(config: Mapping[str, object], key: str) -> object:
     """Return the value of a setting in a tree of plain values; None where it is not."""
     node: object = config

@@ -29,7 +29,7 @@ import numpy.typing as npt
 from verl_ray.algorithms.intervals import Interval
 from verl_ray.report.evidence import failed_score_counts
 from verl_ray.report.findings import findings, is_beyond_plan
-from verl_ray.report.lines import Line, RunLines
+from verl_ray.report.lines import SAVING, Line, RunLines
 from verl_ray.report.record import RunRecord, read_run
 from verl_ray.report.samples import RecordedRow
 from verl_ray.report.summary import summary
@@ -224,9 +224,11 @@ def _run(record: RunRecord, blocks: Blocks, stride: int) -> dict[str, Any]:
     shown = list(lines[::stride])
     if lines and shown[-1] is not lines[-1]:
         shown.append(lines[-1])
-    # Evaluations are few, so all of them are shown.
+    # Evaluations and checkpoints are few, so all of them are shown.
     if stride > 1:
         steps = {line[GLOBAL_STEP] for line in shown} | set(record.evaluations)
+        saving = {line[GLOBAL_STEP] for line in lines if SAVING in line}
+        steps |= saving if len(saving) * stride < len(lines) else set()
         shown = [line for line in lines if line[GLOBAL_STEP] in steps]
 
     names = dict.fromkeys(name for line in shown for name in line)

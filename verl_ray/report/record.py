@@ -24,7 +24,12 @@ from verl_ray.json_lines import lines_of
 from verl_ray.ownership import Owner
 from verl_ray.profiling.process_table import STATUS, RunStatus, read_status
 from verl_ray.profiling.trace import TRACE, events_in, read_trace
-from verl_ray.report.lines import Line, MainMetric, setting
+from verl_ray.report.lines import (
+    Line,
+    MainMetric,
+    setting,
+    with_saves_in_their_steps,
+)
 from verl_ray.report.samples import SampledRows, read_rows
 from verl_ray.tracking.base import GLOBAL_STEP, HELD_OUT
 from verl_ray.tracking.evaluations import (
@@ -92,7 +97,8 @@ class RunRecord:
     """Tree of config.yaml; empty where there is none."""
 
     lines: Sequence[Line]
-    """Lines of metrics.jsonl, each with `training/global_step`, which increases."""
+    """Lines of metrics.jsonl, each with `training/global_step`, which increases. The
+    time of a checkpoint is that of the step that saved."""
 
     segments: Sequence[RunSegment]
     status: RunStatus | None
@@ -274,7 +280,7 @@ def _lines(path: Path, damage: list[str]) -> list[Line]:
         step = numbers.get(GLOBAL_STEP, math.nan)
         if math.isfinite(step):
             by_step[int(step)] = numbers
-    return [by_step[step] for step in sorted(by_step)]
+    return with_saves_in_their_steps([by_step[step] for step in sorted(by_step)])
 
 
 def _whole_lines(path: Path, damage: list[str]) -> list[dict[str, float]]:

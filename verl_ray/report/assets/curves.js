@@ -60,9 +60,10 @@ function panelCard(report, panel, numbers) {
         const isAlone = report.runs.length === 1 || numbers.length === 1;
         const words = heldOutName(name);
         const title = isAlone ? words : names.length > 1 ? `${distinct[place]}, ${run.name}` : run.name;
+        const values = Array.from(await report.blocks.numbers(metric[1]));
         curves.push({
-          title, color: isAlone ? (report.runs.length > 1 && names.length === 1 ? number : place) : number, dash: !isAlone && place > 0,
-          steps: run.steps, values: Array.from(await report.blocks.numbers(metric[1])),
+          title, isEvent: isEvent(name, values), color: isAlone ? (report.runs.length > 1 && names.length === 1 ? number : place) : number, dash: !isAlone && place > 0,
+          steps: run.steps, values,
         });
       }
     }
@@ -75,7 +76,7 @@ function curvesTab(report, redraw) {
   const numbers = report.runs.map((_, number) => number).filter((number) => !curvesView.hidden.has(number));
   return [
     curveTools(report, redraw),
-    report.stride > 1 ? element("p", { class: "note" }, `Every ${report.stride}th step is shown, and every evaluation.`) : null,
+    report.stride > 1 ? element("p", { class: "note" }, `Every ${report.stride}th step is shown, and every evaluation and checkpoint.`) : null,
     element("div", { id: "panels" }, ...curvePanels(report, numbers)),
     report.runs.length > 1 ? differences(report) : null,
   ];

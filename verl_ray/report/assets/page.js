@@ -7,8 +7,17 @@ let report = null;
 let drawing = 0;
 
 function currentTab() {
-  const name = location.hash.slice(1);
+  const [name] = location.hash.slice(1).split("/");
   return tabs.some(([key]) => key === name) ? name : "overview";
+}
+
+/** Turn to the step that the address names, such as #samples/30, in every tab. */
+function turnToStep() {
+  const step = /^#\w+\/(\d+)$/.exec(location.hash)?.[1];
+  markStep(step === undefined ? null : Number(step));
+  if (step === undefined) return;
+  samplesView.filters = { ...samplesView.filters, step };
+  timeView.step = step;
 }
 
 async function draw() {
@@ -97,7 +106,13 @@ async function refresh(version) {
 
 makeTabs();
 followTheme();
-window.addEventListener("hashchange", draw);
+turnToStep();
+window.addEventListener("hashchange", () => {
+  const isSame = currentTab() === document.getElementById("main").dataset.tab;
+  turnToStep();
+  // Charts have marked the step already.
+  if (!isSame || currentTab() !== "curves") draw();
+});
 show(document).then(() => {
   document.body.dataset.ready = "yes";
   if (report.live) setTimeout(() => refresh(report.live), refreshMs);

@@ -109,6 +109,8 @@ function filterTools(samples, redraw) {
   const set = (name) => (value) => { samplesView.filters[name] = value; redraw(); };
   const menus = choiceFilters.flatMap(([name, title]) => {
     const values = [...new Set(columns[name])].filter((value) => value !== "");
+    // An address may name a step of which nothing is recorded.
+    if (name === "step" && samplesView.filters.step && !values.includes(Number(samplesView.filters.step))) values.push(Number(samplesView.filters.step));
     const isUseful = values.length > 1 || (name === "failure" && values.length);
     if (!isUseful) return [];
     values.sort((a, b) => (typeof a === "number" ? a - b : String(a) < String(b) ? -1 : 1));

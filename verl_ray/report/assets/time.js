@@ -18,10 +18,12 @@ function phaseChart(run) {
     for (const [name, words] of run.phases) {
       const values = Array.from(await run.blocks.numbers(run.metrics.find((pair) => pair[0] === name)[1]));
       const total = values.reduce((sum, value) => sum + (Number.isFinite(value) ? value : 0), 0);
-      curves.push({ title: words, steps: run.steps, values, total });
+      curves.push({ title: words, steps: run.steps, values, total, isEvent: isEvent(name, values) });
     }
     curves.sort((a, b) => b.total - a.total);
-    return withRest(curves, 7);
+    const events = curves.filter((curve) => curve.isEvent);
+    const lasting = withRest(curves.filter((curve) => !curve.isEvent), Math.max(1, 7 - events.length));
+    return [...lasting, ...events].map((curve, color) => ({ ...curve, color }));
   };
   return element("section", {}, element("h2", {}, "Phases of each step"), chartCard("seconds, added up", load, { tall: true, stacked: true, unit: "s" }),
     element("p", { class: "quiet" }, "Phases that run at the same time count each, so they may add up to more than their step."));
@@ -35,7 +37,7 @@ function withRest(curves, most) {
     const values = others[0].values.map((_, i) => others.reduce((sum, curve) => sum + (Number.isFinite(curve.values[i]) ? curve.values[i] : 0), 0));
     shown.push({ title: `${others.length} others`, steps: others[0].steps, values });
   }
-  return shown.map((curve, color) => ({ ...curve, color }));
+  return shown;
 }
 
 function shareBar(share) {
