@@ -217,20 +217,13 @@ def report_of(
         outputs: what a person may open, by title.
     """
     folder = task.folder
-    lines = with_saves_in_their_steps(lines)
     evaluations = evaluations_of(lines)
     before, after = _first_and_last(evaluations)
 
     # A damaged file is named, and leaves out its part of the report.
     damage: list[str] = []
 
-    # Records of older versions have no scores.
-    paths = recorded_evaluations(folder)
-    scores: dict[int, HeldOutScores] = {}
-    for side in (before, after):
-        if side is not None and side.step in paths:
-            with noting(damage):
-                scores[side.step] = read_scores(paths[side.step])
+    scores = _scores_of(folder, (before, after), damage)
     changes: Mapping[str, Interval] = {}
     if len(scores) == 2:
         first, last = (scores[step] for step in sorted(scores))
@@ -246,7 +239,8 @@ def report_of(
     total_s = wall_s(segments)
     faults = read_faults(folder, segments[0].begun_s if segments else 0.0, damage)
     tree = to_tree(task.config)
-    shown = findings(lines, tree, segments, faults)
+    moved = with_saves_in_their_steps(lines)
+    shown = findings(moved, tree, segments, faults)
     durations = phase_durations(
         lines, total_s, starting_s(segments), preparing_s(segments)
     )
@@ -282,6 +276,23 @@ def _first_and_last(
     if first < last:
         return before, after
     return (before, None) if first == 0 else (None, after)
+
+
+def _scores_of(
+    folder: Path, sides: Sequence[HeldOut | None], damage: list[str]
+) -> dict[int, HeldOutScores]:
+    """Return the scores of some evaluations, by step.
+
+    Records of older versions have none. `damage` receives a sentence for each that
+    cannot be read.
+    """
+    paths = recorded_evaluations(folder)
+    scores = {}
+    for side in sides:
+        if side is not None and side.step in paths:
+            with noting(damage):
+                scores[side.step] = read_scores(paths[side.step])
+    return scores
 
 
 def _with_intervals(

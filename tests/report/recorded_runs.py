@@ -119,6 +119,7 @@ def write_run(
     name: str = "sums",
     source: str = "sums",
     extra: dict[str, float] | None = None,
+    command: str = "",
 ) -> Path:
     """Write the record of a run that evaluates before its first and after its last step.
 
@@ -135,7 +136,7 @@ def write_run(
         "actor": {"optimizer": {"lr": lr}},
     }
     (folder / "config.yaml").write_text(yaml.safe_dump(config))
-    begin_segment(folder, 0, 1000.0)
+    begin_segment(folder, 0, 1000.0, command)
     ready_segment(folder, 0)
 
     tracker = JsonlTracker(folder)

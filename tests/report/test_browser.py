@@ -5,6 +5,7 @@ Without them these tests fail; `scripts/setup --browser` installs both.
 
 from __future__ import annotations
 
+import json
 import shutil
 import threading
 import time
@@ -115,6 +116,11 @@ def test_every_tab_draws_itself_without_a_request(
     assert "4 steps, 1 to 4" in page.locator(".finding").inner_text()
     assert page.locator(".made").inner_text().startswith("as of 20")
     assert "sums/acc/mean@1, +0.25 since step 0" in page.locator(".facts").inner_text()
+    # In the middle of 8 problems two more are right.
+    said = page.locator(".summary").inner_text()
+    assert said.startswith("Held-out sums/acc/mean@1 rose from 0.375 at step 0 to")
+    held_out = page.locator("section table").first.inner_text()
+    assert "↑ higher is better" in held_out
     for tab in ("Curves", "Samples", "Time and memory", "Settings", "Overview"):
         opened.tab(tab)
         page.wait_for_selector("main > :first-child")
@@ -122,7 +128,7 @@ def test_every_tab_draws_itself_without_a_request(
         assert opened.width() <= size[0], tab
     opened.tab("Curves")
     page.wait_for_selector(".plot canvas")
-    assert page.locator(".chart").first.inner_text().startswith("reward, or loss")
+    assert page.locator(".chart").first.inner_text().startswith("reward in training")
     assert "0.4" in page.locator(".chart .values").first.inner_text()
     opened.tab("Time")
     page.wait_for_selector("canvas.gantt")
@@ -144,9 +150,12 @@ def test_every_tab_draws_itself_without_a_request(
     steps = "stepsOfTrace(['step 4/9', 'step 5/9', 'step 6/9', 'update'], [0, 0, 1, 2, 2], [1, 1, 1, 1, 1], [0, 3, 1, 2, 3], [0, 1, 0, 0, 1])"
     for finished, chosen in ((5, "4"), (6, "6")):
         assert page.evaluate(f"lastWholeStep({steps}, {finished}).title") == chosen
+    # What is cut has a shadow.
+    shades = "getComputedStyle(document.querySelector('.scroll')).backgroundAttachment"
+    assert page.evaluate(shades) == "local, local, scroll, scroll"
     # A finding leads to its curve.
     opened.tab("Overview")
-    page.locator(".finding button").click()
+    page.locator(".finding button.mono").click()
     page.wait_for_function(
         "() => document.querySelectorAll('#panels .chart').length === 1"
     )
@@ -317,6 +326,87 @@ def test_runs_are_laid_over_each_other_and_zoom_together(
     page.wait_for_function(
         "() => document.querySelectorAll('#panels .chart').length === 3"
     )
+    assert opened.complaints == []
+
+
+def test_an_address_names_a_step_and_legends_have_its_values(
+    browser: Browser, tmp_path: Path
+) -> None:
+    folders = [write_run(tmp_path / "long", steps=9), write_run(tmp_path / "short")]
+    # The checkpoint of step 3 is on the next line.
+    path = folders[0] / METRICS
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    lines[4]["timing_s/save_checkpoint"] = 7.0
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    opened = Opened(browser, made(*folders) + "#curves")
+    page = opened.page
+    legend = page.locator(".chart .values").first
+    page.wait_for_selector(".plot canvas")
+    assert legend.inner_text().split() == ["step", "9", "sums", "0.9", "sums", "–"]
+    page.evaluate("location.hash = 'curves/3'")
+    page.wait_for_function(
+        "() => document.querySelector('.chart .values').innerText.startsWith('step 3')"
+    )
+    assert legend.inner_text().split() == ["step", "3", "sums", "0.3", "sums", "0.3"]
+    legend.locator("button").click()
+    page.wait_for_selector("#count")
+    assert opened.count().startswith("8 of ")
+    assert page.get_by_label("step", exact=True).input_value() == "3"
+
+    opened = Opened(browser, made(*folders) + "#time/3")
+    page = opened.page
+    page.wait_for_selector(".plot canvas")
+    legend = page.locator(".chart .values").first
+    assert legend.inner_text().split()[-2:] == ["7.0", "s"]
+    # A click marks another step, and the values are those of that one.
+    box = page.locator(".plot .u-over").first.bounding_box()
+    assert box is not None
+    page.mouse.click(box["x"] + 0.55 * box["width"], box["y"] + 50)
+    page.wait_for_function("() => location.hash === '#time/5'")
+    page.wait_for_function(
+        "() => document.querySelector('.chart .values').innerText.startsWith('step 5')"
+    )
+    assert legend.inner_text().split()[-2:] == ["checkpoints", "–"]
+    events = (
+        "isEvent('timing_s/testing', [1]) && isEvent('timing_s/sync', [1, NaN, NaN])"
+    )
+    assert page.evaluate(f"{events} && !isEvent('timing_s/gen', [1, 1])")
+    assert opened.complaints == []
+
+
+def test_runs_are_compared_by_metric_and_what_was_set_by_hand(
+    browser: Browser, tmp_path: Path
+) -> None:
+    folders = [
+        write_run(tmp_path / name, name=name, lr=lr, command=f"verl-ray train {typed}")
+        for name, lr, typed in (
+            ("low", 1e-6, "run.total_epochs=2"),
+            ("high", 1e-5, "actor.optimizer.lr=1e-5"),
+        )
+    ]
+    opened = Opened(browser, made(*folders))
+    page = opened.page
+    rows = page.locator("#differences tbody tr").all_inner_texts()
+    assert [row.split() for row in rows] == [
+        ["run.total_epochs", "2", "by", "hand", "–"],
+        ["actor.optimizer.lr", "0.000001", "0.00001", "by", "hand"],
+    ]
+    comparison = page.locator(".comparison")
+    assert comparison.count() == 1
+    texts = comparison.inner_text()
+    assert "sums/acc/mean@1 ↑ higher is better" in texts
+    assert "difference to low, paired" in texts
+    # Both came to the same scores.
+    assert comparison.locator("tbody tr").nth(1).inner_text().split()[-4:] == [
+        "0", "0.625", "at", "4",
+    ]  # fmt: skip
+    opened.tab("Settings")
+    typed = page.locator(".typed tbody tr").all_inner_texts()
+    assert [row.split() for row in typed] == [
+        ["run.total_epochs", "2", "run.total_steps", "=", "4"],
+        ["actor.optimizer.lr", "1e-5", "1e-05"],
+    ]
+    assert page.locator(".chip", has_text="by hand").count() == 3
     assert opened.complaints == []
 
 

@@ -14,10 +14,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.report.recorded_runs import ACCURACY, write_run, write_trace
+from tests.report.recorded_runs import ACCURACY, held_out, write_run, write_trace
 from verl_ray.report import page as page_module
+from verl_ray.report.lines import SAVING, with_saves_in_their_steps
 from verl_ray.report.page import Blocks, page, planes
 from verl_ray.report.record import read_run
+from verl_ray.report.typed import typed_settings
+from verl_ray.tracking.evaluations import scores_path, write_scores
 
 _BLOCK = re.compile(r'<script type="text/plain" id="block-(\d+)">([^<]*)</script>')
 
@@ -80,14 +83,18 @@ def test_the_page_holds_the_record(tmp_path: Path) -> None:
     }
     assert run["scoreFailures"] == [["timeout", 4.0]]
 
-    assert run["reason"] == ""
+    assert (run["reason"], run["typed"]) == ("", None)
+    assert "within noise (+0.25, 95 % interval +0 to +0.625)" in run["summary"]
+    # What is left of the time took no more than a twentieth of it.
+    assert run["summary"].endswith(" went into starting.")
 
     (finding,) = run["findings"]
     assert (finding["kind"], finding["value"]) == ("failed_scores", 1.0)
     assert (finding["step"], finding["last_step"]) == (1, 4)
 
     (row,) = run["heldOut"]
-    assert (row["metric"], row["best"]) == (ACCURACY, [4, 0.625])
+    assert (row["metric"], row["kind"]) == (ACCURACY, "accuracy")
+    assert row["best"] == [4, 0.625] and opened.index["differences"] == []
     assert row["before"][:2] == [0, 0.375] and row["after"][:2] == [4, 0.625]
     mean, low, high, problems = row["change"]
     assert (mean, problems) == (0.25, 8) and low < mean < high
@@ -270,3 +277,48 @@ def test_what_differs_stands_in_the_configurations(tmp_path: Path) -> None:
         "actor.optimizer.lr",
         "run.dir",
     }
+
+
+def test_runs_are_compared_in_pairs_of_the_same_problems(tmp_path: Path) -> None:
+    folders = [write_run(tmp_path / str(lr), lr=lr) for lr in (1e-6, 1e-5)]
+    # Three of eight problems are right in the last evaluation of the second run.
+    write_scores(scores_path(folders[1], 4), held_out(0))
+    opened = Opened(page([read_run(folder, 10) for folder in folders]))
+    (row,) = opened.index["differences"]
+    assert (row["metric"], row["base"]) == (ACCURACY, 0)
+    ((number, (mean, low, high, problems)),) = row["runs"].items()
+    assert (number, mean, problems) == ("1", -0.25, 8) and low < mean < high
+
+
+def test_what_was_typed_and_what_it_became() -> None:
+    config = {
+        "run": {"total_steps": 32, "total_epochs": None},
+        "algorithm": {"name": "grpo"},
+        "reward": {"functions": {"default": "a.py:f"}},
+        "actor": {"lr": 0.001, "dtype": "float32"},
+    }
+    commands = [
+        "verl-ray train --config-name a=b actor.lr=1e-4 'oops=' unknown.key=1",
+        "verl-ray train --config-dir run +actor.lr=1e-3 actor.dtype=auto algorithm=grpo"
+        " 'reward.functions={default: a.py:f}' run.total_epochs=1",
+        "an 'unclosed quote",
+    ]
+    typed = typed_settings(commands, config)
+    assert [(item.key, item.text, item.became) for item in typed] == [
+        ("actor.dtype", "auto", "float32"),
+        ("actor.lr", "1e-3", "0.001"),
+        ("algorithm", "grpo", "the values of algorithm"),
+        ("oops", "", ""),
+        ("reward.functions", "{default: a.py:f}", '{"default": "a.py:f"}'),
+        ("run.total_epochs", "1", "run.total_steps = 32"),
+        ("unknown.key", "1", ""),
+    ]
+
+
+def test_a_checkpoint_belongs_to_the_step_that_saved() -> None:
+    steps = [{"training/global_step": float(step)} for step in range(6)]
+    for step, seconds in ((2, 1.0), (3, 2.0), (5, 3.0)):
+        steps[step][SAVING] = seconds
+    # The lines of step 4 are lost.
+    lines = with_saves_in_their_steps([*steps[:4], steps[5]])
+    assert [line.get(SAVING) for line in lines] == [None, 1.0, 2.0, None, 3.0]

@@ -33,6 +33,7 @@ from verl_ray.report.lines import SAVING, Line, RunLines
 from verl_ray.report.record import RunRecord, read_run
 from verl_ray.report.samples import RecordedRow
 from verl_ray.report.summary import summary
+from verl_ray.report.typed import typed_settings
 from verl_ray.shell import for_shell
 from verl_ray.tracking.base import GLOBAL_STEP
 from verl_ray.tracking.comparison import intervals, paired_differences
@@ -101,6 +102,7 @@ def page(records: Sequence[RunRecord], *, live: str = "") -> bytes:
     points = sum(_num_points(record.lines) for record in records)
     index["stride"] = stride = max(1, math.ceil(points / MOST_POINTS))
     index["runs"] = [_run(record, blocks, stride) for record in records]
+    index["differences"] = _differences(records)
     index["samples"] = _samples(records, blocks)
     number = blocks.add_json(index)
     return _html(blocks, number, live=bool(live))
@@ -221,16 +223,7 @@ def _digest(text: str) -> str:
 def _run(record: RunRecord, blocks: Blocks, stride: int) -> dict[str, Any]:
     """Return the part of the index about a run."""
     lines = record.lines
-    shown = list(lines[::stride])
-    if lines and shown[-1] is not lines[-1]:
-        shown.append(lines[-1])
-    # Evaluations and checkpoints are few, so all of them are shown.
-    if stride > 1:
-        steps = {line[GLOBAL_STEP] for line in shown} | set(record.evaluations)
-        saving = {line[GLOBAL_STEP] for line in lines if SAVING in line}
-        steps |= saving if len(saving) * stride < len(lines) else set()
-        shown = [line for line in lines if line[GLOBAL_STEP] in steps]
-
+    shown = _shown_lines(record, stride)
     names = dict.fromkeys(name for line in shown for name in line)
     names.pop(GLOBAL_STEP, None)
     metrics = []
@@ -262,6 +255,7 @@ def _run(record: RunRecord, blocks: Blocks, stride: int) -> dict[str, Any]:
         "metrics": metrics,
         "facts": _facts(record),
         "config": list(_flat(record.config)),
+        "typed": _typed(record),
         "heldOut": _held_out(record, changes),
         "findings": [
             asdict(item)
@@ -279,6 +273,30 @@ def _run(record: RunRecord, blocks: Blocks, stride: int) -> dict[str, Any]:
         "damage": list(record.damage),
         "trace": _trace(record, blocks),
     }
+
+
+def _shown_lines(record: RunRecord, stride: int) -> list[Line]:
+    """Return every so many lines of a run, the last one among them."""
+    lines = record.lines
+    shown = list(lines[::stride])
+    if lines and shown[-1] is not lines[-1]:
+        shown.append(lines[-1])
+    if stride == 1:
+        return shown
+    # Evaluations and checkpoints are few, so all of them are shown.
+    steps = {line[GLOBAL_STEP] for line in shown} | set(record.evaluations)
+    saving = {line[GLOBAL_STEP] for line in lines if SAVING in line}
+    steps |= saving if len(saving) * stride < len(lines) else set()
+    return [line for line in lines if line[GLOBAL_STEP] in steps]
+
+
+def _typed(record: RunRecord) -> list[tuple[str, str, str]] | None:
+    """Return what was typed: key, text and what it became; None if nobody knows."""
+    commands = [str(segment.command) for segment in record.segments if segment.command]
+    if not commands:
+        return None
+    typed = typed_settings(commands, record.config)
+    return [(item.key, item.text, item.became) for item in typed]
 
 
 def _sum_of(lines: Sequence[Line], name: str) -> float:
@@ -379,6 +397,40 @@ def _held_out(
         if name in changes:
             change = changes[name]
             row["change"] = [change.mean, *_bounds(change), change.prompts]
+        rows.append(row)
+    return rows
+
+
+def _differences(records: Sequence[RunRecord]) -> list[dict[str, Any]]:
+    """Return the paired differences of the runs' last evaluations, by main metric.
+
+    Each metric is compared with the first run that has its scores (`base`). A run
+    without common problems has None.
+    """
+    last = [record.scores.get(max(record.evaluations, default=0)) for record in records]
+    shown = [{course.metric: None for course in record.held_out} for record in records]
+    names = dict.fromkeys(name for run_names in shown for name in run_names)
+    # Runs are compared with few others, so each pair is computed once.
+    changes: dict[tuple[int, int], Mapping[str, Interval]] = {}
+    rows: list[dict[str, Any]] = []
+    for name in names if len(records) > 1 else ():
+        having = [
+            number
+            for number, scores in enumerate(last)
+            if scores is not None and name in scores.metrics and name in shown[number]
+        ]
+        row: dict[str, Any] = {"metric": name, "base": None, "runs": {}}
+        for number in having[1:]:
+            pair = (having[0], number)
+            before, after = (last[member] for member in pair)
+            assert before is not None and after is not None
+            if pair not in changes:
+                changes[pair] = paired_differences(before, after)
+            change = changes[pair].get(name)
+            if change is not None:
+                values = [change.mean, *_bounds(change), change.prompts]
+                row["runs"][number] = values
+                row["base"] = having[0]
         rows.append(row)
     return rows
 

@@ -1,4 +1,4 @@
-"""What a run came to, in one sentence: what changed, by how much, and in which time.
+"""One sentence on a run: what changed, by how much, and where the time went.
 
 Invariant: a pure function of the record. A change is called one where its 95 % interval
 does not hold 0, and noise where it does; without an interval nothing is said of noise.
@@ -16,6 +16,8 @@ from verl_ray.tracking.block import duration_text, held_out_label
 
 _MOST_METRICS = 2
 _MOST_PHASES = 2
+_SHARE = 0.05
+"""Smallest share of the time that is worth a word."""
 
 _LEARNED = {
     "critic/rewards/mean": "the reward in training",
@@ -116,9 +118,10 @@ def _training_in_words(run: RunLines) -> list[str]:
 def _time_in_words(durations: Mapping[str, float], total_s: float | None) -> list[str]:
     """Return which phases took most of the time; nothing where none is known."""
     spent_s = total_s or sum(durations.values())
-    longest = list(durations.items())[:_MOST_PHASES]
-    if not longest or not spent_s:
+    if not spent_s or not durations:
         return []
+    long = [item for item in durations.items() if item[1] >= _SHARE * spent_s]
+    longest = long[:_MOST_PHASES] or list(durations.items())[:1]
     shares = [f"{seconds / spent_s:.0%}" for _, seconds in longest]
     shares[0] += f" of {duration_text(spent_s)} went"
     words = [

@@ -60,13 +60,6 @@ class ScoreName:
         """The same score, which is not the main one of its data source."""
         return replace(self, is_core=False)
 
-    @property
-    def accuracy_beside(self) -> Self | None:
-        """The accuracy that a mean reward stands beside; None of any other metric."""
-        if self.is_core or self.kind != REWARD or self.group_size is None:
-            return None
-        return replace(self, kind=ACCURACY, is_core=True)
-
     def with_statistic(self, statistic: str) -> Self:
         """Return the name of another statistic of the same scores."""
         return replace(self, statistic=statistic)
@@ -91,8 +84,11 @@ def kind_of(name: str) -> str:
 def accuracy_beside(name: str) -> str | None:
     """Return the accuracy that a mean reward stands beside; None of another metric."""
     parts = ScoreName.parse(name)
-    accuracy = None if parts is None else parts.accuracy_beside
-    return None if accuracy is None else str(accuracy)
+    if parts is None or parts.is_core or parts.kind != REWARD:
+        return None
+    if parts.group_size is None:
+        return None
+    return str(replace(parts, kind=ACCURACY, is_core=True))
 
 
 def main_names(metrics: Mapping[str, float]) -> list[str]:
@@ -104,6 +100,6 @@ def main_names(metrics: Mapping[str, float]) -> list[str]:
     names = [name for name in metrics if name.startswith(f"{_CORE}/")]
     for name, value in metrics.items():
         accuracy = accuracy_beside(name)
-        if accuracy in metrics and value != metrics[accuracy]:
+        if accuracy is not None and accuracy in metrics and value != metrics[accuracy]:
             names.insert(names.index(accuracy) + 1, name)
     return names

@@ -58,9 +58,6 @@ class Report:
     title: str
     """How it ended, such as "first: finished after 200 steps"."""
 
-    summary: str = ""
-    """What the run came to, in one sentence; empty where nothing is recorded."""
-
     total_s: float = 0.0
     """Wall time of all processes of the run."""
 
@@ -84,6 +81,9 @@ class Report:
 
     outputs: Mapping[str, str] = field(default_factory=dict)
     """Title -> path, URL or command, see `Trackers.outputs`."""
+
+    summary: str = ""
+    """What the run came to, in one sentence; empty where nothing is recorded."""
 
 
 def plain_console(stream: TextIO | None, width: int | None) -> Console:

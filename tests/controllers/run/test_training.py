@@ -320,6 +320,9 @@ def test_a_finished_run_is_evaluated_by_a_command(
     scores = read_scores(scores_path(run_dir, 3))
     is_core = [name.startswith("val-core/") for name in scores.metrics]
     assert scores.scores[is_core].tolist() == [[row["score"]] for row in rows]
+    # What is optimised is there beside the accuracy, which it is here.
+    is_reward = [name.endswith("/reward/mean@1") for name in scores.metrics]
+    assert np.array_equal(scores.scores[is_reward], scores.scores[is_core])
 
 
 def values(tree: Any) -> Iterator[object]:

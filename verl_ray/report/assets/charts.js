@@ -143,11 +143,16 @@ function drawCurves(plot, values, unordered, options) {
 
   const rows = options.stacked ? data.slice(1) : labelled;
   const allSteps = stepsOf(curves);
+  if (curves.some((curve) => curve.isEvent)) {
+    // A bar has half of its width on each side of its step.
+    allSteps.min -= 0.5;
+    allSteps.max += 0.5;
+  }
   const startsAtZero = options.stacked || curves.some((curve) => curve.isEvent);
   const chart = new uPlot({
     width: plot.clientWidth, height: plot.clientHeight,
     legend: { show: false }, axes: axes(), series,
-    scales: { x: { time: false, range: (u, low, high) => (u.allSteps ? [low, high] : [allSteps.min, allSteps.max]) }, y: { range: startsAtZero ? (u, low, high) => [0, high || 1] : valueRange } },
+    scales: { x: { time: false, range: (u, low, high) => (low === high ? [low - 1, high + 1] : [low, high]) }, y: { range: startsAtZero ? (u, low, high) => [0, high || 1] : valueRange } },
     cursor: { sync: { key: "steps", setSeries: false }, drag: { x: true, y: false }, points: { size: 6 } },
     hooks: {
       setCursor: [(u) => showValues(values, curves, data[0], rows, u.cursor.idx, options)],
@@ -155,7 +160,7 @@ function drawCurves(plot, values, unordered, options) {
       setScale: [(u, key) => {
         if (key !== "x" || isZooming || !openCharts.has(u)) return;
         const { min, max } = u.scales.x;
-        const isAll = min <= allSteps.min && max >= allSteps.max;
+        const isAll = min <= u.data[0][0] && max >= u.data[0][u.data[0].length - 1];
         zoomTo(isAll ? null : { min, max });
       }],
     },
@@ -168,11 +173,10 @@ function drawCurves(plot, values, unordered, options) {
     if (step !== undefined) location.hash = `${currentTab()}${step === markedStep ? "" : `/${step}`}`;
   });
   openCharts.add(chart);
-  if (sharedZoom) {
-    isZooming = true;
-    chart.setScale("x", sharedZoom);
-    isZooming = false;
-  }
+  // A metric may lack the first or the last steps of its run.
+  isZooming = true;
+  chart.setScale("x", sharedZoom ?? allSteps);
+  isZooming = false;
   plot.chart = chart;
   chart.showValues();
   new ResizeObserver(() => {
@@ -201,7 +205,7 @@ function drawMark(chart) {
 }
 
 function valueRange(u, low, high) {
-  if (low === null || !Number.isFinite(low)) return [0, 1];
+  if (low === null || !Number.isFinite(low) || (low === 0 && high === 0)) return [0, 1];
   const margin = high > low ? 0.06 * (high - low) : Math.abs(low) * 0.1 || 1;
   return [low - margin, high + margin];
 }
@@ -226,5 +230,6 @@ function showValues(target, curves, steps, rows, place, options) {
     return element("i", {}, swatch(curve.color), element("span", {}, visible(curve.title)), element("b", {}, text));
   });
   const step = steps[at] ?? markedStep;
-  target.replaceChildren(element("i", {}, step === null ? "nothing recorded" : `step ${grouped(step)}`), ...items);
+  const words = step === null ? "nothing recorded" : `step ${grouped(step)}`;
+  target.replaceChildren(element("i", {}, step !== null && step === markedStep ? stepLink(step, null, words) : words), ...items);
 }

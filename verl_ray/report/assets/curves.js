@@ -2,7 +2,8 @@
 // All metrics as curves, several runs over each other, and what differs between their settings.
 
 const keyPanels = [
-  { title: "reward, or loss", names: ["critic/rewards/mean", "train/loss", "reward/loss"] },
+  { title: "reward in training", names: ["critic/rewards/mean"] },
+  { title: "loss in training", names: ["train/loss", "reward/loss"] },
   { title: "KL divergence", names: ["actor/kl_loss", "actor/reward_kl_penalty"] },
   { title: "response length, tokens", names: ["response_length/mean", "response_length/max"] },
   { title: "entropy, nats per token", names: ["actor/entropy_per_token"] },
@@ -21,14 +22,14 @@ const mostFiltered = 30;
 const mostHeldOut = 8;
 
 /** Return the panels that stand first. Each kind of held-out metric has its own, since their scales differ. */
-function panelsOf(report) {
+function panelsOf(report, numbers) {
   const kinds = new Map();
-  for (const row of report.runs.flatMap((run) => run.heldOut)) {
+  for (const row of numbers.flatMap((number) => report.runs[number].heldOut)) {
     if (!kinds.has(row.kind)) kinds.set(row.kind, new Set());
     kinds.get(row.kind).add(row.metric);
   }
   const heldOut = [...kinds].map(([kind, names]) => ({ title: `held out: ${kind}`, names: [...names].slice(0, mostHeldOut) }));
-  return [keyPanels[0], ...heldOut, ...keyPanels.slice(1)];
+  return [...keyPanels.slice(0, 2), ...heldOut, ...keyPanels.slice(2)];
 }
 
 /** Return the names of a run's metrics that a panel shows. */
@@ -75,10 +76,10 @@ function panelCard(report, panel, numbers) {
 function curvesTab(report, redraw) {
   const numbers = report.runs.map((_, number) => number).filter((number) => !curvesView.hidden.has(number));
   return [
+    report.runs.length > 1 ? differences(report) : null,
     curveTools(report, redraw),
     report.stride > 1 ? element("p", { class: "note" }, `Every ${report.stride}th step is shown, and every evaluation and checkpoint.`) : null,
     element("div", { id: "panels" }, ...curvePanels(report, numbers)),
-    report.runs.length > 1 ? differences(report) : null,
   ];
 }
 
@@ -122,7 +123,7 @@ function curvePanels(report, numbers) {
       element("div", { class: "charts" }, ...matching.slice(0, mostFiltered).map(card))];
   }
 
-  const cards = panelsOf(report).map((panel) => panelCard(report, panel, numbers)).filter((made) => made !== null);
+  const cards = panelsOf(report, numbers).map((panel) => panelCard(report, panel, numbers)).filter((made) => made !== null);
   const groups = new Map();
   for (const name of names) {
     const group = name.includes("/") ? name.slice(0, name.indexOf("/")) : "others";
@@ -141,18 +142,52 @@ function curvePanels(report, numbers) {
 // Names and places differ between any two runs.
 const ownKeys = /^run\.(name|dir|resolved\.)|\.folder$/;
 
-/** Return the settings in which the runs differ. */
+const mostShown = 12;
+
+/** Return the settings in which the runs differ, those first that were set by hand. */
 function differences(report) {
   const trees = report.runs.map((run) => new Map(run.config));
-  const keys = [...new Set(trees.flatMap((tree) => [...tree.keys()]))];
-  const rows = keys
+  const topOf = (key) => key.split(".")[0];
+  // A section that some runs lack is one row.
+  const tops = trees.map((tree) => new Set([...tree.keys()].filter((key) => key.includes(".")).map(topOf)));
+  const isSection = (top) => tops.some((names) => names.has(top));
+  const isLacking = (top) => isSection(top) && !tops.every((names) => names.has(top));
+  const groups = report.runs.flatMap((run) => (run.typed ?? []).map(([key]) => key)).filter((key) => trees.every((tree) => !tree.has(key)) && !isLacking(topOf(key)));
+  const keys = [...new Set([...groups, ...trees.flatMap((tree) => [...tree.keys()].map((key) => (isLacking(topOf(key)) ? topOf(key) : key)))])];
+  const valueOf = (key, number) => {
+    const typed = (report.runs[number].typed ?? []).find(([name]) => name === key);
+    if (groups.includes(key)) return typed ? typed[1] : "–";
+    if (trees[number].has(key)) return String(trees[number].get(key));
+    return isLacking(key) && tops[number].has(key) ? "a section" : "not there";
+  };
+  const isOurs = (run, key) => byHand(run, key) || (isLacking(key) && (run.typed ?? []).some(([name]) => topOf(name) === key));
+  const differing = keys
     .filter((key) => !ownKeys.test(key))
-    .map((key) => [key, trees.map((tree) => (tree.has(key) ? String(tree.get(key)) : "not there"))])
-    .filter(([, values]) => new Set(values).size > 1)
-    .map(([key, values]) => [element("code", {}, visible(key)), ...values.map((value) => recorded(value))]);
-  const headings = ["setting", ...report.runs.map((run, number) => element("span", {}, swatch(number), " ", recorded(run.name)))];
+    .map((key) => [key, report.runs.map((_, number) => valueOf(key, number))])
+    .filter(([, values]) => new Set(values).size > 1);
+  const ours = differing.filter(([key]) => report.runs.some((run) => isOurs(run, key)));
+  const first = ours.length ? ours : differing.slice(0, mostShown);
+  const rest = differing.filter((row) => !first.includes(row));
+  const card = (pairs) => element("div", { class: "card" }, table(
+    ["setting", ...report.runs.map((run, number) => element("span", {}, swatch(number), " ", recorded(run.name)))],
+    pairs.map(([key, values]) => [settingName(key), ...values.map((value, number) =>
+      element("span", {}, recorded(value), ...(isOurs(report.runs[number], key) ? [" ", mark("by hand")] : [])))])));
   return element("section", { id: "differences" }, element("h2", {}, "What differs between their settings"),
-    rows.length ? element("div", { class: "card" }, table(headings, rows)) : element("p", { class: "note" }, "Nothing but names and folders."));
+    first.length ? card(first) : element("p", { class: "note" }, "Nothing but names and folders."),
+    rest.length ? element("details", {}, element("summary", {}, `${rest.length} more${ours.length ? ", which no command names" : ""}`), card(rest)) : null);
+}
+
+function settingName(key) {
+  return element("code", {}, breakable(key));
+}
+
+function mark(text) {
+  return element("span", { class: "chip small" }, text);
+}
+
+/** Whether a command of a run names a setting, or a table or section that it is in. */
+function byHand(run, key) {
+  return (run.typed ?? []).some(([name, text]) => key === name || (text.startsWith("{") && key.startsWith(`${name}.`)));
 }
 
 const settingsView = { search: "" };
@@ -161,12 +196,14 @@ function settingsTab(report) {
   const body = element("div", {});
   const fill = () => {
     const search = settingsView.search.trim().toLowerCase();
+    const has = (...texts) => texts.join(" ").toLowerCase().includes(search);
     body.replaceChildren(...report.runs.flatMap((run) => {
-      const rows = run.config
-        .filter(([key, value]) => `${key} ${value}`.toLowerCase().includes(search))
-        .map(([key, value]) => [element("code", {}, visible(key)), recorded(String(value), "mono")]);
+      const wasAuto = run.config.map(([key]) => /^run\.resolved\.(?:cpu|gpu)\.(.+)$/.exec(key)?.[1]).filter((key) => key);
+      const rows = run.config.filter(([key, value]) => has(key, value)).map(([key, value]) => [
+        element("span", {}, settingName(key), ...(byHand(run, key) ? [" ", mark("by hand")] : []), ...(wasAuto.includes(key) ? [" ", mark("was auto")] : [])),
+        recorded(String(value), "mono")]);
       const title = report.runs.length > 1 ? [element("h2", {}, recorded(run.name))] : [];
-      return [...title, element("div", { class: "card" }, rows.length ? table(["setting", "value"], rows) : "no such setting")];
+      return [...title, typedTable(run, has), element("div", { class: "card" }, rows.length ? table(["setting", "value"], rows) : "no such setting")];
     }));
   };
   fill();
@@ -177,4 +214,13 @@ function settingsTab(report) {
     }))),
     report.runs.length > 1 ? differences(report) : null, body,
   ];
+}
+
+/** Return what was set by hand, and what became of it. */
+function typedTable(run, has) {
+  if (run.typed === null) return element("p", { class: "note" }, "No command is on record, so what was set by hand is not marked.");
+  const rows = run.typed.filter((item) => has(...item)).map(([key, text, became]) =>
+    [settingName(key), recorded(text, "mono"), recorded(became, "mono")]);
+  if (!rows.length) return element("p", { class: "note" }, "Nothing was set by hand.");
+  return element("section", { class: "typed" }, element("h2", {}, "Set by hand"), element("div", { class: "card" }, table(["setting", "as typed", "became"], rows)), element("h2", {}, "All settings"));
 }

@@ -28,6 +28,12 @@ function recorded(text, kind = "") {
   return element("span", { class: `recorded ${kind}` }, visible(text));
 }
 
+/** Return a recorded name in an element of its own, which is broken between its parts first. */
+function breakable(name) {
+  const parts = visible(name).split(/(?<=[./_])/u);
+  return element("span", { class: "recorded name" }, ...parts.flatMap((part, place) => (place ? [element("wbr"), part] : [part])));
+}
+
 /** Return a number in at most four significant digits. */
 function short(value) {
   if (value === null || value === undefined || Number.isNaN(value)) return "–";

@@ -3,6 +3,15 @@
 
 const stateClass = { finished: "good", running: "good", stopped: "warn", silent: "warn", new: "quiet", failed: "bad", killed: "bad" };
 
+/** Return the number of a step, which leads to its samples, or to its values where there are none. */
+function stepLink(step, number = null, text = grouped(step)) {
+  const show = () => {
+    samplesView.filters = number === null || report.runs.length === 1 ? {} : { run: String(number) };
+    location.hash = `${report.samples.shown ? "samples" : "curves"}/${step}`;
+  };
+  return element("button", { type: "button", class: "link", onclick: show }, text);
+}
+
 function overviewTab(report) {
   const parts = report.runs.flatMap((run, number) => [
     element("h2", { class: "run-title" },
@@ -13,13 +22,13 @@ function overviewTab(report) {
     run.reason ? element("p", { class: "note bad reason" }, recorded(run.reason)) : null,
     facts(run),
     ...run.damage.map((text) => element("p", { class: "note warn" }, recorded(text))),
-    findingList(run),
-    heldOutTable(run),
+    findingList(run, number),
+    heldOutTable(run, number),
     keyCharts(report, [number]),
     element("details", { open: report.runs.length === 1 }, element("summary", {}, "What was learned from"), factTable(run)),
   ]);
   if (report.runs.length > 1) {
-    parts.unshift(element("h2", {}, `${report.runs.length} runs`), runTable(report));
+    parts.unshift(differences(report), element("h2", {}, `${report.runs.length} runs`), runTable(report), ...comparisons(report));
   }
   return parts;
 }
@@ -42,7 +51,7 @@ function facts(run) {
   }
   if (run.state === "running" && run.phaseNow) shown.push(["now", run.phaseNow]);
   return element("div", { class: "facts" },
-    ...shown.map(([value, title]) => element("div", { class: "fact card" }, element("b", {}, visible(value)), element("span", { class: "recorded" }, visible(title)))));
+    ...shown.map(([value, title]) => element("div", { class: "fact card" }, element("b", {}, visible(value)), breakable(title))));
 }
 
 /** Return the name of a held-out metric without val-core/ or val-aux/. */
@@ -65,20 +74,21 @@ function compact(value) {
   return new Intl.NumberFormat("en-US", { notation: "compact", maximumSignificantDigits: 3 }).format(value);
 }
 
-function findingList(run) {
+function findingList(run, number) {
   if (!run.findings.length) return element("p", { class: "note" }, "No problems found.");
   return element("div", { class: "findings" }, ...run.findings.map((finding) => {
     const kind = { critical: "bad", warning: "warn" }[finding.severity] ?? "quiet";
-    const facts = [];
+    const facts = [""];
+    const step = (value) => stepLink(value, number, String(value));
     const isLasting = finding.last_step > finding.step;
-    facts.push(isLasting ? `${finding.num_steps} steps, ${finding.step} to ${finding.last_step}` : `step ${finding.step}`);
+    const steps = isLasting ? [`${finding.num_steps} steps, `, step(finding.step), " to ", step(finding.last_step)] : ["step ", step(finding.step)];
     if (finding.value !== null) facts.push(`value ${short(finding.value)}`);
     if (finding.threshold !== null) facts.push(`threshold ${short(finding.threshold)}`);
     return element("section", { class: `finding card ${finding.severity === "critical" ? "severe" : ""}` },
       element("span", { class: `chip ${kind}` }, visible(finding.severity)),
       element("h3", {}, recorded(finding.title)),
       element("p", {}, recorded(finding.text)),
-      element("p", { class: "quiet" }, metricLink(run, finding.metric), ` ${facts.join(", ")}`,
+      element("p", { class: "quiet" }, metricLink(run, finding.metric), " ", ...steps, facts.join(", "),
         finding.setting ? element("span", {}, " · change ", element("code", {}, visible(finding.setting))) : ""));
   }));
 }
@@ -94,36 +104,42 @@ function metricLink(run, name) {
 }
 
 function withBounds([, value, low, high]) {
-  return { number: element("span", {}, short(value), low === null ? "" : element("span", { class: "quiet" }, ` [${short(low)}, ${short(high)}]`)) };
+  return { number: element("span", {}, short(value), low === null ? "" : element("span", { class: "quiet interval" }, ` [${short(low)}, ${short(high)}]`)) };
 }
 
-function heldOutTable(run) {
+function heldOutTable(run, number) {
   if (!run.heldOut.length) return null;
   const rows = run.heldOut.map((row) => {
-    let change = "–";
-    if (row.change) {
-      const [mean, low, high] = row.change;
-      const isBetter = row.lowerIsBetter ? high < 0 : low > 0;
-      const isWorse = row.lowerIsBetter ? low > 0 : high < 0;
-      const kind = low === null ? "" : isBetter ? "good" : isWorse ? "bad" : "";
-      change = element("span", { class: kind }, signed(mean), low === null ? "" : ` [${signed(low)}, ${signed(high)}]`);
-    } else if (changeOf(row) !== null) change = signed(changeOf(row));
+    const unpaired = changeOf(row);
+    const change = row.change ? difference(row, row.change) : unpaired === null ? "–" : signed(unpaired);
     return [directed(row), withBounds(row.before), withBounds(row.after), { number: change },
-      { number: `${short(row.best[1])} at ${grouped(row.best[0])}` }];
+      { number: bestOf(row, number) }];
   });
   const { before, after } = run.heldOut[0];
   return element("section", {}, element("h2", {}, "Held out"), element("div", { class: "card" }, table(
-    ["metric", { number: `step ${before[0]}` }, { number: `step ${after[0]}` }, { number: "change, paired" }, { number: "best, at step" }], rows)),
+    ["metric", { number: stepLink(before[0], number, `step ${grouped(before[0])}`) }, { number: stepLink(after[0], number, `step ${grouped(after[0])}`) }, { number: "change, paired" }, { number: "best, at step" }], rows)),
     element("p", { class: "quiet" }, "Brackets are 95 % intervals of a bootstrap over problems."));
+}
+
+function bestOf(row, number) {
+  return element("span", {}, `${short(row.best[1])} at `, stepLink(row.best[0], number));
+}
+
+/** Return a paired difference with its interval, coloured where that does not hold 0. */
+function difference(row, [mean, low, high]) {
+  const isBetter = row.lowerIsBetter ? high < 0 : low > 0;
+  const isWorse = row.lowerIsBetter ? low > 0 : high < 0;
+  const kind = low === null ? "" : isBetter ? "good" : isWorse ? "bad" : "";
+  return element("span", { class: kind }, signed(mean), low === null ? "" : element("span", { class: "interval" }, ` [${signed(low)}, ${signed(high)}]`));
 }
 
 /** Return the name of a held-out metric, and which way is better. */
 function directed(row) {
-  return element("span", {}, recorded(heldOutName(row.metric)), element("span", { class: "quiet direction" }, row.lowerIsBetter ? " ↓ lower is better" : " ↑ higher is better"));
+  return element("span", {}, breakable(heldOutName(row.metric)), element("span", { class: "quiet direction" }, row.lowerIsBetter ? " ↓ lower is better" : " ↑ higher is better"));
 }
 
 function keyCharts(report, numbers) {
-  const cards = panelsOf(report).map((panel) => panelCard(report, panel, numbers)).filter((card) => card !== null).slice(0, 4);
+  const cards = panelsOf(report, numbers).map((panel) => panelCard(report, panel, numbers)).filter((card) => card !== null).slice(0, 4);
   return cards.length ? element("div", { class: "charts key" }, ...cards) : null;
 }
 
@@ -138,13 +154,23 @@ function factTable(run) {
 }
 
 function runTable(report) {
-  const rows = report.runs.map((run, number) => {
-    const main = run.heldOut[0];
-    return [element("span", {}, swatch(number), " ", recorded(run.name)), element("span", { class: stateClass[run.state] ?? "" }, run.state),
-      { number: grouped(run.step) }, { number: duration(run.wallS) },
-      { number: main ? short(main.before[1]) : "–" }, { number: main ? short(main.after[1]) : "–" },
-      { number: main ? `${short(main.best[1])} at ${grouped(main.best[0])}` : "–" }, { number: String(run.findings.length) }];
+  const rows = report.runs.map((run, number) => [
+    element("span", {}, swatch(number), " ", recorded(run.name)), element("span", { class: stateClass[run.state] ?? "" }, run.state),
+    { number: grouped(run.step) }, { number: duration(run.wallS) }, { number: String(run.findings.length) }]);
+  return element("div", { class: "card" }, table(["run", "state", { number: "steps" }, { number: "time" }, { number: "findings" }], rows));
+}
+
+/** Return a table per held-out metric: each run before and after, and its difference to the first one. */
+function comparisons(report) {
+  const parts = report.differences.map(({ metric, base, runs }) => {
+    const having = report.runs.flatMap((run, number) => run.heldOut.filter((row) => row.metric === metric).map((row) => [run, number, row]));
+    const rows = having.map(([run, number, row]) => [
+      element("span", {}, swatch(number), " ", recorded(run.name)),
+      { number: short(row.before[1]) }, withBounds(row.after), { number: stepLink(row.after[0], number) },
+      { number: runs[number] ? difference(row, runs[number]) : "–" }, { number: bestOf(row, number) }]);
+    const headings = ["run", { number: "first" }, { number: "last" }, { number: "at step" },
+      { number: base === null ? "difference, paired" : element("span", {}, "difference to ", recorded(report.runs[base].name), ", paired") }, { number: "best, at step" }];
+    return element("section", { class: "comparison" }, element("h2", {}, directed(having[0][2])), element("div", { class: "card" }, table(headings, rows)));
   });
-  return element("div", { class: "card" }, table(["run", "state", { number: "steps" }, { number: "time" }, { number: "held out before" },
-    { number: "after" }, { number: "best, at step" }, { number: "findings" }], rows));
+  return [...parts, parts.length ? element("p", { class: "quiet" }, "Brackets are 95 % intervals of a bootstrap over problems; a difference is that of the same problems in both runs' last evaluations.") : null];
 }
