@@ -439,7 +439,11 @@ def advantages_in_loss(
         advantages = np.where(rows.response_mask, advantages, np.float32(0))
 
     bound = algorithm.advantage_clip
-    return advantages if bound is None else advantages.clip(-bound, bound)
+    if bound is None:
+        return advantages
+    # An infinite advantage shows, instead of becoming the bound.
+    is_finite = np.isfinite(advantages)
+    return np.where(is_finite, advantages.clip(-bound, bound), advantages)
 
 
 def _nll_weights(

@@ -623,7 +623,7 @@ def _old_policy(config: RLConfig) -> str:
         return "the sampler"
     if config.actor.updates_per_step(config.rows_per_step) > 1:
         return "the policy before the step"
-    return "itself (one update per step)"
+    return "itself (one update per step: all ratios are 1)"
 
 
 def _settings(algorithm: AlgorithmConfig, key: str) -> str:

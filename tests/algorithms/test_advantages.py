@@ -356,10 +356,29 @@ def test_one_trajectory_or_equal_ones_give_zero(
     ).any()
 
 
-@pytest.mark.parametrize("function", GROUP_FUNCTIONS)
-def test_a_valid_reward_of_nan_is_not_hidden(function: Callable[..., Float32]) -> None:
-    found = function(f32(np.nan, 1, 2, 4), ids(0, 0, 1, 1), valid(4))
-    assert np.isnan(found).tolist() == [True, True, False, False]
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize(
+    "choice",
+    [each for each in ADVANTAGES.values() if isinstance(each, GroupBaseline)],
+    ids=lambda choice: choice.name,
+)
+def test_a_valid_reward_that_is_not_finite_shows(
+    choice: GroupBaseline, bad: float
+) -> None:
+    """All of its group have NaN, and one that failed has 0."""
+    rewards, group = f32(bad, 1, 0, 2, 4, 3), ids(0, 0, 0, 1, 1, 1)
+    member = valid(6, 2)
+    responses = columns_of(rollouts_of([1] * 6, groups=group.tolist()))
+    # What was charged is a part, too, but one that is NaN has nobody given.
+    parts = [(1.0, rewards)]
+    with np.errstate(invalid="ignore"):
+        found = choice.function(
+            rewards, group, member, **choice.columns(member, responses, parts)
+        )
+    assert np.isnan(found[:2]).all() and found[2] == 0
+    # Two divide by the deviation of the whole step.
+    whole_step = choice.name in ("lite_ppo", "gdpo")
+    assert whole_step or np.isfinite(found[3:]).all()
 
 
 def naive(

@@ -60,6 +60,16 @@ def test_rewards_count_in_the_order_of_ordinals() -> None:
     assert b == [a[2], 0, a[0], a[1]] and first.state() == second.state()
 
 
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+def test_a_reward_that_is_not_finite_shows_and_moves_no_baseline(bad: float) -> None:
+    """A baseline of NaN would be one for the rest of the run."""
+    baselines = AgentBaselines()
+    with np.errstate(invalid="ignore"):
+        found = advantages(baselines, [1, bad, 3], ["x"] * 3, [0, 1, 2])
+    assert np.isnan(found).tolist() == [False, True, False]
+    assert found[::2] == [1, 2.5] and baselines.state() == {"x": 1.75}
+
+
 def test_a_trajectory_is_one_reward() -> None:
     baselines = AgentBaselines()
     found = advantages(baselines, [1, 2, 5], ["x"] * 3, [0, 0, 1], [7, 7, 8])

@@ -99,6 +99,14 @@ def test_metrics_by_hand() -> None:
         "rollout_corr/ratio_mean": 5.625 / 4,
         "rollout_corr/ratio_max": 4.0,
         "rollout_corr/ratio_min": 0.125,
+        # Of the two responses: mean weights 0.5 / 3 and 1, mean ratios 4.625 / 3 and 1.
+        "rollout_corr/rollout_is_seq_mean": 3.5 / 6,
+        "rollout_corr/rollout_is_seq_std": 2.5 / 6,
+        "rollout_corr/rollout_is_seq_max": 1.0,
+        "rollout_corr/rollout_is_seq_min": 1 / 6,
+        "rollout_corr/rollout_is_seq_max_deviation": 5 / 6,
+        "rollout_corr/rollout_is_seq_fraction_high": 0.0,
+        "rollout_corr/rollout_is_seq_fraction_low": 0.0,
     })  # fmt: skip
     low = metrics(
         correction_weights(config("tis", "token", None, 2.0), RATIO.log(), ROW)
@@ -128,6 +136,15 @@ def test_fractions_of_whole_responses_count_responses() -> None:
     )
     assert found["rollout_corr/rollout_is_ratio_fraction_low"] == pytest.approx(0.5)
     assert found["rollout_corr/rollout_is_mean"] == pytest.approx((3 * 0.25 + 1) / 4)
+    assert found["rollout_corr/rollout_is_seq_mean"] == pytest.approx((0.25 + 1) / 2)
+    assert found["rollout_corr/rollout_is_seq_fraction_low"] == pytest.approx(0.5)
+    # The means of the ratios, 4.625 / 3 and 1, are beyond a bound of 1.5 or 1.1.
+    for upper, lower in ((1.5, None), (1.1, 0.5)):
+        kind = "tis" if lower is None else "icepop"
+        high = metrics(
+            correction_weights(config(kind, "token", lower, upper), RATIO.log(), ROW)
+        )
+        assert high["rollout_corr/rollout_is_seq_fraction_high"] == pytest.approx(0.5)
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from verl_ray.algorithms.mismatch import (
 
 TRAINER = np.array([0.5, 0.25, 0.8, 0.1])  # two responses, of two tokens each
 SAMPLER = np.array([0.25, 0.5, 0.8, 0.2])
-ROW = torch.tensor([0, 0, 1, 1])
+ROW = torch.tensor([0, 0, 1, 1, 2, 2])
 
 
 def metrics_of(
@@ -31,7 +31,8 @@ def metrics_of(
 
     With units there is one loss for each, in place of one for each token.
     """
-    losses = len(trainer) if unit is None else len(unit.unique())
+    compared = [place for part in parts for place in part]
+    losses = len(compared) if unit is None else len(unit[compared].unique())
     sums: dict[str, float] = {}
     peaks: dict[str, float] = {}
     for part in parts:
@@ -55,7 +56,9 @@ def metrics_of(
     )
 
 
-@pytest.mark.parametrize("unit", [None, ROW, ROW * 0], ids=["token", "row", "pair"])
+@pytest.mark.parametrize(
+    "unit", [None, ROW[:4], ROW[:4] * 0], ids=["token", "row", "pair"]
+)
 @pytest.mark.parametrize(
     "parts", [[[0, 1, 2, 3]], [[2, 3], [0, 1]]], ids=["at once", "row by row"]
 )
@@ -90,8 +93,46 @@ def test_by_hand(parts: list[list[int]], unit: Tensor | None) -> None:
     assert found["rollout_corr/rollout_ppl"] == pytest.approx(
         (1 / math.sqrt(0.125) + 1 / math.sqrt(0.16)) / 2
     )
+    # -log p per token: of the trainer 3 ln 2 / 2 and -log(0.08) / 2
+    trainer_log_ppl = (1.5 * ln2 - math.log(0.08) / 2) / 2
+    assert found["rollout_corr/training_log_ppl"] == pytest.approx(trainer_log_ppl)
+    assert found["rollout_corr/rollout_log_ppl"] == pytest.approx(
+        trainer_log_ppl - ln2 / 4
+    )
     assert found["rollout_corr/log_ppl_diff"] == pytest.approx((0 + ln2 / 2) / 2)
     assert found["rollout_corr/ppl_ratio"] == pytest.approx((1 + math.sqrt(2)) / 2)
+
+
+@pytest.mark.parametrize(
+    ("trainer", "sampler", "rows", "expected"),
+    [
+        (TRAINER, SAMPLER, [0, 1], [0.5, 0.0, 0.25]),
+        (SAMPLER, TRAINER, [0, 1], [0.0, -0.5, 0.25]),
+        (TRAINER, SAMPLER, [1], [0.5, 0.5, 0.5]),
+        (SAMPLER, TRAINER, [1], [-0.5, -0.5, 0.5]),
+        # A third row of 0.8 and 0.2 against 0.2 and 0.2: half of log(1 / 4).
+        ([*SAMPLER, 0.8, 0.2], [*TRAINER, 0.2, 0.2], [1, 2], [-0.5, -1.0, 0.75]),
+        ([*TRAINER, 0.8, 0.2], [*SAMPLER, 0.2, 0.2], [1, 2], [0.5, -1.0, 0.75]),
+    ],
+)
+@pytest.mark.parametrize("unit", [False, True])
+def test_the_extreme_differences_of_rows(
+    trainer: np.ndarray,
+    sampler: np.ndarray,
+    rows: list[int],
+    expected: list[float],
+    unit: bool,
+) -> None:
+    """In multiples of log 2, on either side of 0, whatever the order of the rows."""
+    row = torch.tensor([0, 0, 1, 1, 2, 2])
+    parts = [[2 * each, 2 * each + 1] for each in rows]
+    for ordered in (parts, parts[::-1], [[place for part in parts for place in part]]):
+        found = metrics_of(
+            np.array(trainer), np.array(sampler), ordered, row if unit else None
+        )
+        names = ("diff_max", "diff_min", "abs_diff")
+        values = [found[f"rollout_corr/log_ppl_{name}"] / math.log(2) for name in names]
+        assert values == pytest.approx(expected, abs=1e-6)
 
 
 FRESH = (
@@ -104,18 +145,21 @@ FRESH = (
 def fresh_metrics_of(is_fresh: list[int], parts: list[list[int]]) -> dict[str, float]:
     """Return the metrics from sums over parts, where some tokens are fresh."""
     sums: dict[str, float] = {}
+    peaks: dict[str, float] = {}
     for part in parts:
         log_p, log_q = (
             torch.tensor(np.log(p[part]), dtype=torch.float32)
             for p in (TRAINER, SAMPLER)
         )
-        means, _ = compare_log_probs(log_p, log_q, ROW[part])
+        means, maxima = compare_log_probs(log_p, log_q, ROW[part])
         fresh = torch.tensor(is_fresh, dtype=torch.float32)[part]
         means |= fresh_means(means, fresh)
         for name, values in means.items():
             sums[name] = sums.get(name, 0.0) + float(values.sum())
+        for name, values in maxima.items():
+            peaks[name] = max(peaks.get(name, 0.0), float(values.max()))
     means_of_all = {name: total / 4 for name, total in sums.items()}
-    found = mismatch_metrics(means_of_all, {"mismatch/difference": 0.25})
+    found = mismatch_metrics(means_of_all, peaks)
     return {
         name: value for name, value in found.items() if name.startswith("staleness/")
     }
@@ -149,13 +193,13 @@ def test_one_policy_is_at_distance_zero() -> None:
     differences = (
         "rollout_corr/k",
         "rollout_corr/chi2",
-        "rollout_corr/log_ppl_diff",
+        "rollout_corr/log_ppl",
         "training/rollout_probs_diff",
     )
     apart = {
         name: value for name, value in found.items() if name.startswith(differences)
     }
-    assert set(apart.values()) == {0.0} and len(apart) == 8
+    assert set(apart.values()) == {0.0} and len(apart) == 11
     assert (
         found["rollout_corr/ppl_ratio"] == 1
         and found["rollout_corr/training_ppl"] == found["rollout_corr/rollout_ppl"]

@@ -54,6 +54,11 @@ def test_baselines_by_hand() -> None:
     # A group of its own, and rewards that are equal, have no advantage.
     found = baseline([1, 5, 5], [2, 1, 1], [1, 2, 3, 4], group=[7, 3, 3])
     assert found == [0, 0, 0, 0]
+    # A reward that is not finite shows at every token of its group, and at no other.
+    for bad in (np.nan, np.inf, -np.inf):
+        with np.errstate(invalid="ignore"):
+            found = baseline([bad, 1, 2, 0], [1, 2, 1, 1], [1] * 5, group=[0, 0, 1, 1])
+        assert np.isfinite(found).tolist() == [False] * 3 + [True] * 2
     # No energy: nothing to learn, and nothing that is not finite.
     assert np.isfinite(baseline([1, 0], [1, 1], [0, 0])).all()
     assert baseline([], [], []) == []

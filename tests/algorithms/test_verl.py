@@ -240,6 +240,8 @@ def test_weights_against_the_sampler(name: str) -> None:
     means = {key: values.double().mean().item() for key, values in found.means.items()}
     maxima = {key: values.max().item() for key, values in found.maxima.items()}
     metrics = correction_metrics(means, maxima)
+    # verl's deviation of the four rows is that of a sample.
+    metrics["rollout_corr/rollout_is_seq_std"] *= math.sqrt(4 / 3)
     close({key: metrics[key] for key in expected["metrics"]}, expected["metrics"])
 
 
@@ -307,10 +309,7 @@ def test_the_mismatch() -> None:
     # verl's deviation is that of a sample.
     found["training/rollout_probs_diff_std"] *= math.sqrt(14 / 13)
     close(found, {key: expected[key] for key in found})
-    assert expected.keys() - found.keys() == {
-        "rollout_corr/training_log_ppl", "rollout_corr/rollout_log_ppl", "rollout_corr/log_ppl_abs_diff",
-        "rollout_corr/log_ppl_diff_max", "rollout_corr/log_ppl_diff_min", "training/rollout_probs_diff_valid",
-    }  # fmt: skip
+    assert expected.keys() - found.keys() == {"training/rollout_probs_diff_valid"}
 
 
 # ------------------------------------------------------------- numbers of verl's tests

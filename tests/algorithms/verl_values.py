@@ -108,6 +108,8 @@ CORRECTIONS: dict[str, tuple[str, float | str]] = {
     "icepop sequence": ("sequence", "0.6_1.5"),
 }
 
+SEQUENCE_PARTS = ("mean", "std", "max", "min", "max_deviation", "fraction_high", "fraction_low")  # fmt: skip
+
 REJECTIONS: dict[str, tuple[float | None, float]] = {
     "token_k1": (0.6, 1.5), "token_k2": (None, 0.1), "token_k3": (None, 0.1),
     "seq_sum_k1": (0.6, 1.5), "seq_sum_k2": (None, 0.3), "seq_sum_k3": (None, 0.3),
@@ -339,7 +341,8 @@ def corrections(helper: Any) -> dict[str, Any]:
         whole = np.zeros(MASK.shape)
         whole[MASK.sum(1) > 0] = weights.numpy()
         kept = ("rollout_is_mean", "rollout_is_std", "rollout_is_eff_sample_size", "rollout_is_max",
-                "rollout_is_min", "rollout_is_ratio_fraction_high", "rollout_is_ratio_fraction_low")  # fmt: skip
+                "rollout_is_min", "rollout_is_ratio_fraction_high", "rollout_is_ratio_fraction_low",
+                *(f"rollout_is_seq_{part}" for part in SEQUENCE_PARTS))  # fmt: skip
         found[name] = {
             "weights": whole, "metrics": {f"rollout_corr/{key}": metrics[key] for key in kept},
         }  # fmt: skip

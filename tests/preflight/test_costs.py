@@ -131,6 +131,39 @@ def test_clips_that_are_finer_than_rounding(model: Path, data: Path) -> None:
         assert preflight(ppo(model, data, *settings), BIG).warnings == []
 
 
+def test_bounds_of_a_ratio_that_is_always_1(model: Path, data: Path) -> None:
+    def warnings(*settings: str) -> list[str]:
+        config = ppo(model, data, *settings)
+        return list(cost_warnings(settled(config), BIG, evaluates=False))
+
+    # 32 prompts with 8 responses are 256 rows.
+    for algorithm, dual_clip in (("dapo", 10), ("vapo", 3)):
+        (warning,) = warnings(f"algorithm={algorithm}")
+        assert warning == (
+            "algorithm.clip_low=0.2, algorithm.clip_high=0.28,"
+            f" algorithm.dual_clip={dual_clip}: with one update per step the ratio of"
+            " ppo_clip is 1 at every token, so these bounds have no effect; make several"
+            " updates, such as 16 (actor.mini_batch_size=16)"
+        )
+    (warning,) = warnings("algorithm=grpo", "algorithm.dual_clip=4")
+    assert warning.startswith("algorithm.clip_low=0.2, algorithm.clip_high=0.2, alg")
+    sampler = ("algorithm.correction.form=two_policy", "algorithm.correction.kind=null")
+    for settings in (
+        ("algorithm=dapo", "actor.mini_batch_size=16"),
+        ("algorithm=dapo", "actor.epochs=2"),
+        ("algorithm=dapo", *sampler),
+        *(
+            (f"algorithm={name}",)
+            for name in ("ppo", "grpo", "gdpo", "dr_grpo", "rloo")
+        ),
+        *(
+            (f"algorithm={name}",)
+            for name in ("clip_cov", "m2po", "gspo", "online_dpo")
+        ),
+    ):
+        assert warnings(*settings) == []
+
+
 def test_staleness_that_only_makes_tokens_older(model: Path, data: Path) -> None:
     def warnings(*settings: str) -> list[str]:
         config = ppo(model, data, "placement=separate", *settings)

@@ -32,7 +32,7 @@ from verl_ray.models.tiny import make_tiny
 from verl_ray.weight_sync.fingerprint import Fingerprint
 from verl_ray.weight_sync.manifest import plan_buckets
 from verl_ray.weight_sync.transport import WireSpec
-from workers.actor import ActorWorker
+from workers.actor import ActorWorker, advantages_in_loss
 from workers.critic import CriticWorker
 from workers.model_worker import MiniBatch, UpdateReport
 
@@ -257,6 +257,18 @@ def test_no_loss_of_a_critic_is_built_from_them_either(
         learn(staleness=0)
     assert learn(staleness=1).step.grad_norm > 0
     critic.close()
+
+
+def test_a_bound_hides_no_advantage_that_is_not_finite() -> None:
+    rows = rows_of_versions([0, 0, 0, 0, 0], [0])
+    advantages = np.array([-9, 0.5, np.nan, np.inf, -np.inf, 9], np.float32)
+    values = np.zeros(rows.num_tokens, np.float32)
+    values[rows.response_mask] = advantages
+    credit = replace(credit_of(rows), advantages=values)
+    bounded = algorithm().model_copy(update={"advantage_clip": 2.0})
+    found = advantages_in_loss(bounded, rows, credit, None)[rows.response_mask]
+    expected = np.array([-2, 0.5, np.nan, np.inf, -np.inf, 2], np.float32)
+    assert np.array_equal(found, expected, equal_nan=True)
 
 
 # ------------------------------------------------------------------------------ publishing

@@ -1,7 +1,7 @@
 """Baselines of agents: the mean of an agent's own rewards so far, with decay.
 
 Invariant: rewards enter in the order of ordinals, so a run that is resumed has the same
-baselines, to the bit.
+baselines, to the bit. A reward that is not finite enters none.
 """
 
 from __future__ import annotations
@@ -30,7 +30,9 @@ def rae(
 
     Source: role-conditioned advantage estimation, SPIRAL (arXiv:2506.24119), with a
     decay of 0.95 and baselines that begin at 0. Groups of several agents, such as the
-    two sides of a game, have no common mean.
+    two sides of a game, have no common mean. Deviation: the paper subtracts b_{k+1},
+    which R_k has moved already, so its advantage is ema_decay * (R_k - b_k). Ours is
+    1 / 0.95 = 1.05 times as large.
 
     Args:
         rewards: float64 [n], those of each agent one after another, in their order.
@@ -92,7 +94,9 @@ class AgentBaselines:
         """Return the rewards of a step with advantages; the baselines move on.
 
         A trajectory is one reward, the sum over its rows, and belongs to the agent of
-        its first row. One without a reward has an advantage of 0 and moves nothing.
+        its first row. One without a reward has an advantage of 0 and moves nothing. A
+        reward that is not finite shows as an advantage of NaN in its group, and moves
+        nothing either: a baseline would never recover from it.
 
         Args:
             estimator: The estimator, such as that of `rae`.
@@ -114,7 +118,8 @@ class AgentBaselines:
 
         # By agent, then in the order of ordinals, then of trajectories.
         order = np.lexsort((responses.group_id[first_row], agent))
-        order = order[members.is_member[order]]
+        moves = members.is_member & np.isfinite(members.reward)
+        order = order[moves[order]]
         begin = np.array([self._baselines.get(name, 0.0) for name in names.tolist()])
         advantages, end = estimator.function(
             members.reward[order],

@@ -43,8 +43,8 @@ def grpo(
     [0, 0, 1, 2] are three members with rewards 1, 0 and 0. A trajectory with a row that
     is not valid stays out of the statistics, and all of its rows get 0
     (`groups.complete_trajectories`). The result is exactly 0 in a group of one member,
-    or of rewards that are equal but for rounding. A valid reward that is NaN makes the
-    whole group NaN.
+    or of rewards that are equal but for rounding. A valid reward that is not finite
+    makes the whole group NaN.
 
     DeepSeekMath (arXiv:2402.03300), section 4.1.2. The paper leaves the kind of
     standard deviation open; here it is the sample one (n - 1), as usual in this field.
@@ -133,8 +133,7 @@ def maxrl(
     MaxRL (arXiv:2602.02710): a maximum-likelihood objective for rewards of 0 and 1.
     """
     groups = GroupMembers(rewards, group, valid, trajectory)
-    # Not `> 0`, which would hide a reward that is NaN.
-    positive = ~(groups.mean <= 0)
+    positive = groups.mean > 0
     mean = np.where(positive, groups.mean, 1)
     return groups.to_rows(np.where(positive, groups.deviation / mean, 0))
 
@@ -172,7 +171,7 @@ def opo(
     # From the plain mean, so that equal rewards have an advantage of exactly 0.
     shift = groups.sum(tokens * groups.deviation)
     shift /= np.maximum(groups.sum(tokens), 1)
-    return groups.to_rows(np.where(groups.is_member, groups.deviation - shift, 0))
+    return groups.to_rows(groups.deviation - shift)
 
 
 OPO = GroupBaseline(
@@ -193,10 +192,8 @@ def pass_at_k(
     """
     groups = GroupMembers(rewards, group, valid, trajectory)
     added = groups.reward - groups.best_of_others()
-    # Not `>`, which would hide a reward that is NaN.
-    is_best = ~(added <= EQUAL * np.abs(groups.reward))
-    is_alone = is_best & groups.has_spread & groups.is_member
-    return groups.to_rows(np.where(is_alone, added, 0))
+    is_best = added > EQUAL * np.abs(groups.reward)
+    return groups.to_rows(np.where(is_best & groups.has_spread, added, 0))
 
 
 PASS_AT_K = GroupBaseline(
@@ -315,7 +312,7 @@ def remax(
     greedy = groups.of_trajectories(is_greedy.astype(np.float64)) > 0
     baseline = groups.sum(np.where(greedy, groups.reward, 0))
     has_baseline = groups.sum(greedy.astype(np.float64)) > 0
-    learns = groups.is_member & has_baseline & ~greedy & groups.has_spread
+    learns = has_baseline & ~greedy & groups.has_spread
     return groups.to_rows(np.where(learns, groups.reward - baseline, 0))
 
 

@@ -1,7 +1,7 @@
 """Responses to one prompt as a group, whose members are trajectories.
 
-Invariant: nothing depends on the order of rows, and a spread that is only rounding
-counts as none.
+Invariant: nothing depends on the order of rows, a spread that is only rounding counts
+as none, and a reward that is not finite shows in all members of its group.
 """
 
 from __future__ import annotations
@@ -149,8 +149,15 @@ class GroupMembers:
         return _sums(row_values, self.number_of_rows, self._count)
 
     def to_rows(self, values: Float64) -> Float32:
-        """Return the value of each row's trajectory, float32 [rows]."""
-        return values[self.number_of_rows].astype(np.float32)
+        """Return the value of each row's trajectory, float32 [rows].
+
+        It is 0 for a trajectory that is no member, and NaN for all members of a group
+        in which a reward is not finite, whatever was made of it.
+        """
+        # A mean is finite exactly if all rewards of its group are.
+        members = np.where(np.isfinite(self.mean), values, np.nan)
+        everyone = np.where(self.is_member, members, 0)
+        return everyone[self.number_of_rows].astype(np.float32)
 
 
 @overload

@@ -81,20 +81,24 @@ def compare_log_probs(
 
     trainer_mean = row_sums(log_probs, row) / length
     rollout_mean = row_sums(rollout_log_probs, row) / length
+    log_ppl_diff = rollout_mean - trainer_mean
     row_metrics = {
         _COUNT: length.new_ones(length.shape),
         "trainer_ppl": _clamped_exp(-trainer_mean),
         "rollout_ppl": _clamped_exp(-rollout_mean),
-        "log_ppl_diff": rollout_mean - trainer_mean,
-        "ppl_ratio": _clamped_exp(rollout_mean - trainer_mean),
+        "trainer_log_ppl": -trainer_mean,
+        "rollout_log_ppl": -rollout_mean,
+        "log_ppl_diff": log_ppl_diff,
+        "log_ppl_abs_diff": log_ppl_diff.abs(),
+        "ppl_ratio": _clamped_exp(log_ppl_diff),
         "chi2": _squared_less_one(row_sums(log_ratio, row)),
     }
 
     means = {f"{TOKEN_PREFIX}{name}": values for name, values in token_metrics.items()}
     for name, values in row_metrics.items():
         means[f"{ROW_PREFIX}{name}"] = values / length
-    maxima = {f"{MISMATCH_PREFIX}difference": difference}
-    return means, maxima
+    maxima = {"difference": difference} | _sides_of_zero(log_ppl_diff)
+    return means, {f"{MISMATCH_PREFIX}{name}": maxima[name] for name in maxima}
 
 
 def fresh_means(means: Mapping[str, Tensor], is_fresh: Tensor) -> dict[str, Tensor]:
@@ -150,8 +154,10 @@ def mismatch_metrics(
     estimate KL(rollout || trainer) per token; chi2_token is the mean of rho^2 - 1 (an
     estimate of the chi-squared divergence), chi2_seq the same with the product of rho
     over each response; training_ppl, rollout_ppl and ppl_ratio are means over responses
-    of exp(-mean log p) and of the quotient of both. training/rollout_probs_diff_* is
-    about |p_trainer - p_rollout|.
+    of exp(-mean log p) and of the quotient of both. training_log_ppl and
+    rollout_log_ppl are means over responses of -mean log p; log_ppl_diff, abs_diff,
+    diff_max and diff_min are of the former less the latter, response by response.
+    training/rollout_probs_diff_* is about |p_trainer - p_rollout|.
 
     Args:
         means: The token means of the first result of `compare_log_probs`.
@@ -183,7 +189,12 @@ def mismatch_metrics(
         "rollout_corr/k3_kl": token["k3_kl"],
         "rollout_corr/training_ppl": row["trainer_ppl"],
         "rollout_corr/rollout_ppl": row["rollout_ppl"],
+        "rollout_corr/training_log_ppl": row["trainer_log_ppl"],
+        "rollout_corr/rollout_log_ppl": row["rollout_log_ppl"],
         "rollout_corr/log_ppl_diff": row["log_ppl_diff"],
+        "rollout_corr/log_ppl_abs_diff": row["log_ppl_abs_diff"],
+        "rollout_corr/log_ppl_diff_max": _largest(maxima, "above", "below"),
+        "rollout_corr/log_ppl_diff_min": 0.0 - _largest(maxima, "below", "above"),
         "rollout_corr/ppl_ratio": row["ppl_ratio"],
         "rollout_corr/chi2_token": token["chi2"],
         "rollout_corr/chi2_seq": row["chi2"],
@@ -213,6 +224,37 @@ def _correlation(token: Mapping[str, float]) -> float:
 
     covariance = token["product"] - token["trainer"] * token["rollout"]
     return covariance / math.sqrt(trainer_variance * rollout_variance)
+
+
+def _sides_of_zero(difference: Tensor) -> dict[str, Tensor]:
+    """Return what `_largest` makes the largest and the smallest difference of.
+
+    Maxima that are reported are not negative. So the values above 0 and those below
+    travel apart: as they are, and as inverses, whose largest is that of the value
+    nearest to 0. The inverse of 0 is infinite.
+    """
+    import torch
+
+    inverse = 1 / difference.abs()
+    return {
+        "above": difference.clamp(min=0),
+        "below": (-difference).clamp(min=0),
+        "inverse_above": torch.where(difference >= 0, inverse, 0.0),
+        "inverse_below": torch.where(difference <= 0, inverse, 0.0),
+    }
+
+
+def _largest(maxima: Mapping[str, float], side: str, other: str) -> float:
+    """Return the largest value in the direction of a side.
+
+    That is the largest one of that side or, if there is none, the one of the other side
+    that is nearest to 0.
+    """
+    largest = maxima[f"{MISMATCH_PREFIX}{side}"]
+    # Not `> 0`, which would hide a NaN.
+    if largest != 0:
+        return largest
+    return 0.0 - 1 / maxima[f"{MISMATCH_PREFIX}inverse_{other}"]
 
 
 def _with_prefix(values: Mapping[str, float], prefix: str) -> dict[str, float]:

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 
 from verl_ray.algorithms.correction import CORRECTIONS, LEVELS, rejections
 from verl_ray.ops.kl import MAX_EXPONENT
-from verl_ray.ops.rows import row_lengths
+from verl_ray.ops.rows import row_lengths, row_sums
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -34,6 +34,9 @@ reads."""
 
 REJECTION_PREFIX = "rejection/"
 """The beginning of names of the token means that say what rejections leave out."""
+
+_ROWS = "rows"
+"""The name of 1 for each row, divided over its tokens."""
 
 BATCH_MEAN = "batch_mean"
 """The name of the mean over the mini-batch that weights are divided by."""
@@ -117,6 +120,7 @@ def _weights(
         share = 1 / row_lengths(row)
     lower = 1 / upper if config.lower is None else config.lower
 
+    row_means, row_maxima = _of_rows(weight, ratio, row, lower, upper)
     means = {
         "ratio": ratio,
         "share": share,
@@ -126,6 +130,7 @@ def _weights(
         # From 1, where weights lie: a difference of squares would lose its digits.
         "deviation_squared": (weight - 1).square(),
         "left_out": ~mask,
+        **row_means,
     }
     # What is reported as the largest and smallest weight, see `correction_metrics`.
     extreme = weight if level == "token" else ratio
@@ -136,6 +141,7 @@ def _weights(
         "inverse_weight": 1 / extreme,
         "ratio": ratio,
         "inverse_ratio": 1 / ratio,
+        **row_maxima,
     }
     return CorrectionWeights(
         weight,
@@ -146,6 +152,33 @@ def _weights(
         },
         {f"{CORRECTION_PREFIX}{name}": values for name, values in maxima.items()},
     )
+
+
+def _of_rows(
+    weight: Tensor, ratio: Tensor, row: Tensor, lower: float, upper: float
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Return what the metrics of the mean weight of each row are made of.
+
+    Returns:
+        Values of rows, divided over their tokens, and values of which the largest
+        counts; float32 [T] each.
+    """
+    length = row_lengths(row)
+    mean_weight = row_sums(weight, row) / length
+    mean_ratio = row_sums(ratio, row) / length
+    values = {
+        _ROWS: length.new_ones(length.shape),
+        "row_deviation": mean_weight - 1,
+        "row_deviation_squared": (mean_weight - 1).square(),
+        "row_high": (mean_ratio > upper).float(),
+        "row_low": (mean_ratio < lower).float(),
+    }
+    maxima = {
+        "row_weight": mean_weight,
+        "inverse_row_weight": 1 / mean_weight,
+        "row_deviation": (mean_weight - 1).abs(),
+    }
+    return {name: value / length for name, value in values.items()}, maxima
 
 
 def correction_metrics(
@@ -162,7 +195,10 @@ def correction_metrics(
     of responses. rollout_rs_masked_fraction is the fraction of tokens left out, and
     rollout_rs_<name>_masked_fraction that of one rejection. Names of this project:
     rollout_corr/ratio_mean, _max and _min describe the ratios before anything is done
-    about them. With algorithm.correction.normalise all of these describe the weights
+    about them. rollout_is_seq_mean, _std, _max, _min and _max_deviation are of the mean
+    weight of each response, the last one its distance from 1;
+    rollout_is_seq_fraction_high and _low count the responses whose mean ratio is beyond
+    the bounds. With algorithm.correction.normalise all of these describe the weights
     before they are divided by rollout_corr/rollout_is_batch_norm_factor.
 
     Args:
@@ -176,37 +212,66 @@ def correction_metrics(
         f"rollout_corr/rollout_rs_{name}masked_fraction": value
         for name, value in _of_rejections(means).items()
     }
-    own_means = {
-        name.removeprefix(CORRECTION_PREFIX): value
-        for name, value in means.items()
-        if name.startswith(CORRECTION_PREFIX)
-    }
+    own_means = _with_prefix(means)
     if not own_means:
         return rejected
+    own_maxima = _with_prefix(maxima)
 
     mean = own_means["weight"]
     # The variance around the mean from that around 1; rounding may make it negative.
     variance = max(own_means["deviation_squared"] - (mean - 1) ** 2, 0.0)
     sample_size = mean**2 / (variance + mean**2) if mean else 0.0
-    smallest_weight = _smallest(maxima[f"{CORRECTION_PREFIX}inverse_weight"])
-    smallest_ratio = _smallest(maxima[f"{CORRECTION_PREFIX}inverse_ratio"])
     # Ratios beyond a bound, as a fraction of all ratios.
     high = own_means["high"] / own_means["share"]
     low = own_means["low"] / own_means["share"]
     return {
         "rollout_corr/rollout_is_mean": mean,
         "rollout_corr/rollout_is_std": math.sqrt(variance),
-        "rollout_corr/rollout_is_min": smallest_weight,
-        "rollout_corr/rollout_is_max": maxima[f"{CORRECTION_PREFIX}weight"],
+        "rollout_corr/rollout_is_min": _smallest(own_maxima["inverse_weight"]),
+        "rollout_corr/rollout_is_max": own_maxima["weight"],
         "rollout_corr/rollout_is_eff_sample_size": sample_size,
         "rollout_corr/rollout_is_ratio_fraction_high": high,
         "rollout_corr/rollout_is_ratio_fraction_low": low,
         "rollout_corr/rollout_rs_masked_fraction": own_means["left_out"],
         "rollout_corr/ratio_mean": own_means["ratio"],
-        "rollout_corr/ratio_max": maxima[f"{CORRECTION_PREFIX}ratio"],
-        "rollout_corr/ratio_min": smallest_ratio,
+        "rollout_corr/ratio_max": own_maxima["ratio"],
+        "rollout_corr/ratio_min": _smallest(own_maxima["inverse_ratio"]),
+        **_of_sequences(own_means, own_maxima),
         **rejected,
         **_of_normalisation(own_means),
+    }
+
+
+def _of_sequences(
+    own_means: Mapping[str, float], own_maxima: Mapping[str, float]
+) -> dict[str, float]:
+    """Return the metrics of the mean weight of each response."""
+    # Means of rows from token means, by the rows per token.
+    row = {
+        name: value / own_means[_ROWS]
+        for name, value in own_means.items()
+        if name.startswith("row_")
+    }
+    variance = row["row_deviation_squared"] - row["row_deviation"] ** 2
+    values = {
+        "mean": 1 + row["row_deviation"],
+        # Rounding may make the variance negative.
+        "std": math.sqrt(max(variance, 0.0)),
+        "max": own_maxima["row_weight"],
+        "min": _smallest(own_maxima["inverse_row_weight"]),
+        "max_deviation": own_maxima["row_deviation"],
+        "fraction_high": row["row_high"],
+        "fraction_low": row["row_low"],
+    }
+    return {f"rollout_corr/rollout_is_seq_{name}": values[name] for name in values}
+
+
+def _with_prefix(values: Mapping[str, float]) -> dict[str, float]:
+    """Return the values of a correction, under their own names."""
+    return {
+        name.removeprefix(CORRECTION_PREFIX): value
+        for name, value in values.items()
+        if name.startswith(CORRECTION_PREFIX)
     }
 
 

@@ -25,6 +25,8 @@ from pathlib import Path
 
 from verl_ray.agents.specs import KEY
 from verl_ray.agents.specs import spec_problem as environment_problem
+from verl_ray.algorithms.own_functions import is_own
+from verl_ray.algorithms.policy_losses import POLICY_LOSSES
 from verl_ray.config.agent import ModelService
 from verl_ray.config.data import in_words as paths_in_words
 from verl_ray.config.distill import TeacherService
@@ -477,6 +479,7 @@ def cost_warnings(
     yield from _still_learners(config)
     yield from _trajectories_of_one_row(config)
     yield from _clips_of_rounding(config)
+    yield from _clips_without_effect(config)
     yield from _stale_for_nothing(config)
     yield from _rows_of_one_length(config)
     yield from _experts_out_of_sight(config)
@@ -740,6 +743,50 @@ def _clips_of_rounding(config: Config) -> Iterator[str]:
             " is clipped for its rounding; use three_policy, or none, and several"
             " updates per step (actor.mini_batch_size)"
         )
+
+
+_BROUGHT_DUAL_CLIP = 3.0
+"""The dual clip that ppo, grpo and others bring, for steps of several updates."""
+
+_USUAL_UPDATES = 16
+"""Updates per step in the papers of DAPO (arXiv:2503.14476) and VAPO
+(arXiv:2504.05118)."""
+
+
+def _clips_without_effect(config: Config) -> Iterator[str]:
+    """Yield a warning if bounds of a ratio were chosen that is always 1.
+
+    Bounds with their usual values are nobody's choice: `check` only says that all
+    ratios are 1. What a function of the user's makes of a ratio of 1 is not known.
+    """
+    if not isinstance(config, RLConfig) or not config.compares_with_itself:
+        return
+    algorithm = config.algorithm
+    if config.preference is not None or is_own(algorithm.policy_loss):
+        return
+
+    loss = POLICY_LOSSES[algorithm.policy_loss]
+    usual_bounds = {
+        setting.name: _BROUGHT_DUAL_CLIP if usual is None else usual
+        for setting, usual in loss.reads.items()
+    }
+    # Without those of a selection, which does not read the ratio.
+    bounds = {
+        name: value
+        for name, value in loss.settings(algorithm).items()
+        if value is not None
+    }
+    if all(value == usual_bounds[name] for name, value in bounds.items()):
+        return
+    settings = [f"algorithm.{name}={value:g}" for name, value in bounds.items()]
+    size = max(config.rows_per_step // _USUAL_UPDATES, 1)
+    updates = config.actor.model_copy(update={"mini_batch_size": size})
+    yield (
+        f"{', '.join(settings)}: with one update per step the ratio of {loss.name} is 1"
+        " at every token, so these bounds have no effect; make several updates, such as"
+        f" {updates.updates_per_step(config.rows_per_step)}"
+        f" (actor.mini_batch_size={size})"
+    )
 
 
 def _stale_for_nothing(config: Config) -> Iterator[str]:

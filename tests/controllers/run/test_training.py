@@ -61,7 +61,8 @@ global_seqlen/mean
 training/global_step training/epoch training/rollout_probs_diff_mean training/rollout_probs_diff_max
 training/rollout_probs_diff_std training/rollout_actor_probs_pearson_corr rollout_corr/kl rollout_corr/k3_kl
 rollout_corr/training_ppl rollout_corr/rollout_ppl rollout_corr/log_ppl_diff rollout_corr/ppl_ratio
-rollout_corr/chi2_token rollout_corr/chi2_seq
+rollout_corr/chi2_token rollout_corr/chi2_seq rollout_corr/training_log_ppl rollout_corr/rollout_log_ppl
+rollout_corr/log_ppl_abs_diff rollout_corr/log_ppl_diff_max rollout_corr/log_ppl_diff_min
 weight_sync/bytes weight_sync/bytes_per_s weight_sync/verified
 memory/actor/learn_gib memory/actor/learn_predicted_gib memory/rollout/generate_gib
 reward_health/ok reward_health/timeout reward_health/exception reward_health/nonfinite reward_health/none

@@ -455,6 +455,7 @@ def test_a_mismatch_beyond_the_limit_turns_the_correction_on(
     assert (
         corrected["rollout_corr/rollout_is_std"] > 0
         and corrected["rollout_corr/rollout_is_max"] > 1
+        and corrected["rollout_corr/rollout_is_seq_max_deviation"] > 0
     )
     assert corrected["rollout_corr/rollout_rs_masked_fraction"] == 0
 

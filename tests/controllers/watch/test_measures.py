@@ -490,21 +490,32 @@ def test_the_mismatch_is_of_the_updates_that_are_given_and_the_correction_of_all
             "count",
             "trainer_ppl",
             "rollout_ppl",
+            "trainer_log_ppl",
+            "rollout_log_ppl",
             "log_ppl_diff",
+            "log_ppl_abs_diff",
             "ppl_ratio",
             "chi2",
         )
         sums = {f"{MISMATCH_PREFIX}token/{name}": tokens * value for name in names}
         sums |= {f"{MISMATCH_PREFIX}row/{name}": float(tokens) for name in rows}
         sums |= {CORRECTION_PREFIX + name: tokens * value for name in
-                 ("ratio", "share", "high", "low", "weight", "deviation_squared", "left_out")}  # fmt: skip
+                 ("ratio", "share", "high", "low", "weight", "deviation_squared", "left_out",
+                  "row_deviation", "row_deviation_squared", "row_high", "row_low")}  # fmt: skip
+        # Rows of two tokens each.
+        sums[f"{CORRECTION_PREFIX}rows"] = tokens / 2
         peaks = {
             "weight": peak,
             "inverse_weight": 4.0,
             "ratio": 2 * peak,
             "inverse_ratio": 8.0,
+            "row_weight": peak,
+            "inverse_row_weight": 5.0,
+            "row_deviation": peak,
         }
-        maxima = {f"{MISMATCH_PREFIX}difference": peak} | {
+        sides = {"above": peak, "below": 0.0, "inverse_above": 1 / peak}
+        sides |= {"inverse_below": 0.0, "difference": peak}
+        maxima = {MISMATCH_PREFIX + name: value for name, value in sides.items()} | {
             CORRECTION_PREFIX + name: value for name, value in peaks.items()
         }
         return UpdateReport(LossReport(tokens, 0.0, sums, maxima), StepReport(1.0, 0.1))
@@ -513,6 +524,9 @@ def test_the_mismatch_is_of_the_updates_that_are_given_and_the_correction_of_all
     found = update_measures.step_mismatch_metrics([one.loss for one in first])
     assert found["rollout_corr/kl"] == pytest.approx((1.5 + 0.1) / 4)
     assert found["training/rollout_probs_diff_max"] == 0.5
+    # The smallest is 0.25, whose inverse is the largest.
+    assert found["rollout_corr/log_ppl_diff_max"] == 0.5
+    assert found["rollout_corr/log_ppl_diff_min"] == 0.25
     everything = update_measures.update_metrics("actor", [first, second])
     assert everything["rollout_corr/rollout_is_mean"] == pytest.approx(
         (1.5 + 0.1 + 3.6) / 8
@@ -525,6 +539,11 @@ def test_the_mismatch_is_of_the_updates_that_are_given_and_the_correction_of_all
         everything["rollout_corr/ratio_max"],
         everything["rollout_corr/ratio_min"],
     ) == (4.0, 0.125)
+    assert everything["rollout_corr/rollout_is_seq_mean"] == pytest.approx(
+        1 + (1.5 + 0.1 + 3.6) / 4
+    )
+    assert everything["rollout_corr/rollout_is_seq_max"] == 2.0
+    assert everything["rollout_corr/rollout_is_seq_min"] == 0.2
     assert not any(
         name.startswith((MISMATCH_PREFIX, CORRECTION_PREFIX)) or name in found
         for name in everything

@@ -242,6 +242,15 @@ class RLConfig(RolloutTaskConfig):
         return self.algorithm.correction.form != "none"
 
     @property
+    def compares_with_itself(self) -> bool:
+        """Whether the old policy of the loss is the one that learns: ratios are 1."""
+        algorithm = self.algorithm
+        has_sampler = algorithm.correction.form == "two_policy"
+        if has_sampler and not algorithm.corrects_later:
+            return False
+        return self.actor.updates_per_step(self.rows_per_step) <= 1
+
+    @property
     def responses_per_evaluation(self) -> int | None:
         evaluation = self.evaluation
         prompts = evaluation.num_prompts
@@ -428,12 +437,7 @@ def settings_of_pairs_are_read(
 def ratios_are_not_one(config: RLConfig) -> Iterator[Problem]:
     """Yield a problem if a loss of ratios compares the policy with itself."""
     loss = POLICY_LOSSES[config.algorithm.policy_loss]
-    updates = config.actor.updates_per_step(config.rows_per_step)
-    compares_with_sampler = (
-        config.algorithm.correction.form == "two_policy"
-        and not config.algorithm.corrects_later
-    )
-    if not loss.needs_another_policy or updates > 1 or compares_with_sampler:
+    if not loss.needs_another_policy or not config.compares_with_itself:
         return
 
     quarter = max(config.rows_per_step // 4, 1)
