@@ -16,6 +16,7 @@ from verl_ray.agents.contract import (
     Constraint,
     End,
     EpisodeEnded,
+    Listener,
     Sampled,
     ToolCall,
     ToolSchema,
@@ -52,6 +53,7 @@ class Person:
         tools: Sequence[ToolSchema],
         stop: Sequence[str] = (),
         constraint: Constraint | None = None,
+        listener: Listener | None = None,
     ) -> Sampled:
         """Return the next line as a turn.
 

@@ -40,6 +40,7 @@ from verl_ray.agents.contract import (
     Episode,
     EpisodeRow,
     EpisodeTask,
+    Listener,
     Observation,
     Sampled,
     Sampler,
@@ -527,6 +528,7 @@ class ShownSampler:
         tools: Sequence[ToolSchema],
         stop: Sequence[str] = (),
         constraint: Constraint | None = None,
+        listener: Listener | None = None,
     ) -> Sampled:
         """Return a turn; see `Sampler`."""
         screen = self.screen
@@ -550,6 +552,7 @@ class ShownSampler:
             tools=tools,
             stop=stop,
             constraint=constraint,
+            listener=listener,
         )
         self._seen = [*tokens, *sampled.tokens]
         screen.show_sampled(sampled.tokens)
@@ -689,6 +692,7 @@ class ModelPlayer:
         tools: Sequence[ToolSchema],
         stop: Sequence[str] = (),
         constraint: Constraint | None = None,
+        listener: Listener | None = None,
     ) -> Sampled:
         """Return a turn; see `Sampler`."""
         sampling = replace(self.sampling, max_tokens=max_tokens, stop=tuple(stop))
@@ -697,4 +701,6 @@ class ModelPlayer:
         # Imported here, since it imports torch, which a person does without.
         from verl_ray.rollout.turns import sampled_turn
 
-        return await sampled_turn(self.server, request, tools, self.read, constraint)
+        return await sampled_turn(
+            self.server, request, tools, self.read, constraint, listener
+        )

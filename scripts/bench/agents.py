@@ -44,6 +44,7 @@ from verl_ray.agents.contract import (
     End,
     Episode,
     EpisodeTask,
+    Listener,
     Message,
     Policy,
     Sampled,
@@ -587,6 +588,7 @@ class _TimedSampler:
         tools: Sequence[ToolSchema],
         stop: Sequence[str] = (),
         constraint: Constraint | None = None,
+        listener: Listener | None = None,
     ) -> Sampled:
         """Return the turn; see `Sampler`."""
         frame("sample", {"seed": seed, "max_tokens": max_tokens}, token_bytes(tokens))

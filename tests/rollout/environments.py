@@ -72,6 +72,11 @@ async def knowing(task: EpisodeTask, policy: EpisodePolicy) -> float:
             policy.output += f" {sampled.action.text}"
         except CallRefused as refusal:
             policy.output += f" {refusal.param}: {refusal}"
+    parts: list[tuple[str, str]] = []
+    sampled = await policy._sampler.sample(
+        [4, 4], seed=1, max_tokens=9, tools=[], listener=lambda *p: parts.append(p)
+    )
+    policy.output += f" {parts} {sampled.action.text} {sampled.log_probs}"
     if task.extra["number"]:
         raise LookupError("it fails")
     return 1.0
@@ -299,6 +304,17 @@ class Various(Counting):
 
 async def branching(task: EpisodeTask, base_url: str, api_key: str) -> float:
     """Echoes turns in other words, forks twice at the same time, forges, and shortens."""
+    return await _branch(task, base_url, api_key, is_stream=False)
+
+
+async def streaming(task: EpisodeTask, base_url: str, api_key: str) -> float:
+    """Does the same and reads each turn as it comes; returns the parts of all words."""
+    return await _branch(task, base_url, api_key, is_stream=True)
+
+
+async def _branch(
+    task: EpisodeTask, base_url: str, api_key: str, *, is_stream: bool
+) -> float:
     # Few of these environments are agents.
     import openai
 
@@ -328,12 +344,19 @@ async def branching(task: EpisodeTask, base_url: str, api_key: str) -> float:
             return [message, {"role": "user", "content": "Grüße"}]
         return [{**message, "tool_calls": calls}, *results]
 
+    num_parts = 0
     async with openai.AsyncOpenAI(base_url=base_url, api_key=api_key) as client:
 
+        async def streamed(**options: Any) -> Any:
+            nonlocal num_parts
+            async with client.chat.completions.stream(**options) as events:
+                async for event in events:
+                    num_parts += event.type == "content.delta"
+                return events.current_completion_snapshot
+
         async def ask(messages: list[Any]) -> list[Any]:
-            reply = await client.chat.completions.create(
-                model="m", messages=messages, tools=[add]
-            )
+            create = streamed if is_stream else client.chat.completions.create
+            reply: Any = await create(model="m", messages=messages, tools=[add])
             return [*messages, *echo(reply.choices[0].message)]
 
         messages: list[Any] = list(task.messages)
@@ -343,4 +366,4 @@ async def branching(task: EpisodeTask, base_url: str, api_key: str) -> float:
         messages, _ = await asyncio.gather(*map(ask, branches))
         forged = {"role": "assistant", "content": "forged"}
         await ask([*task.messages, forged, messages[-1]])
-    return 0.0
+    return float(num_parts)

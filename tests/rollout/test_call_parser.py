@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import random
 import re
 from functools import cache
 
@@ -98,6 +99,9 @@ AT_THE_START = {
     "phi4_mini_json",
 }  # fmt: skip
 
+# The words in front of a call that was read are lost.
+DROPS_WORDS = {"llama3_json", "llama4_json", "minicpm5", "olmo3"}
+
 # Their list of calls has no tag in front of it, and no name of a tool in it.
 NAMELESS = {"llama4_pythonic", "pythonic", "muse_glimmer"}
 
@@ -178,6 +182,45 @@ def test_a_call_is_read_whole_or_is_a_parse_error(parser: str) -> None:
         action = read(parser, text)
         assert action.parse_error is not None, text
         assert not action.tool_calls
+
+
+PIECES = (
+    "Hello", "world. ", " ", "\n", "<think>", "</think>", "1 < 2 ", "[a, b] ", "{x} ", "é五",
+    "<b>bold</b>", "add", "<|im_end|>", "<", "</", "So:", '{"a": 1}', "```json\n{}\n```",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("parser", CALLS)
+def test_what_is_shown_of_a_growing_turn_is_what_it_begins_with(parser: str) -> None:
+    rng = random.Random(parser)
+    tokenizer = vocabulary()
+    pieces = [*PIECES, CALLS[parser], CALLS[parser][: len(CALLS[parser]) // 2]]
+    num_shown = 0
+    for _ in range(20):
+        text = "".join(["Hello. ", *rng.choices(pieces, k=rng.randint(0, 7))])
+        begun = rng.choice(["", "<think>\n"])
+        first = re.search("</?think>", text)
+        if not begun and first is not None and first[0] == "</think>":
+            # Nothing has begun this thought.
+            continue
+        tokens = tokenizer.encode(text, add_special_tokens=False)
+        prompt = tokenizer.encode(f"Go. {begun}", add_special_tokens=False)
+        tools = rng.choice([(), (ADD,), (ADD,)])
+
+        reader = reader_of(parser)
+        stop = rng.choice([(), ("So:",)])
+        turn = reader.growing(prompt, tools, stop)
+        thoughts = words = ""
+        for at in range(0, len(tokens), 2):
+            for thought, said in turn.add(tokens[at : at + 2]):
+                thoughts, words = thoughts + thought, words + said
+                num_shown += 1
+        action = reader.behind(prompt)(tokens, Finish.LENGTH, tools)
+        assert action.reasoning.startswith(thoughts), text
+        if not (parser in DROPS_WORDS and action.tool_calls):
+            said = action.text.partition("So:")[0] if stop else action.text
+            assert said.startswith(words), text
+    assert num_shown > 20
 
 
 @pytest.mark.parametrize("parser", CALLS)

@@ -29,8 +29,10 @@ from verl_ray.config.preparation import TinyModelConfig
 from verl_ray.models.tiny import make_tiny
 from verl_ray.rollout.episode_stream import EpisodeRequest
 from verl_ray.rollout.episodes import EpisodePool
+from verl_ray.rollout.growing import GrowingTurn, SpecialNames
 from verl_ray.rollout.requests import Sampling
 from verl_ray.rollout.server import RolloutServer
+from verl_ray.rollout.texts import GrowingText
 
 pytestmark = [pytest.mark.processes, pytest.mark.vllm]
 
@@ -58,12 +60,20 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def read(tokens: Sequence[int], finish: Finish, tools: Sequence[Any]) -> Action:
-    """Take a turn as no call, a call or two, whatever its words are."""
-    count = tokens[0] % 3 if tools else 0
-    calls = [ToolCall("add", {"é": number}) for number in range(count)]
-    text = TOKENIZER.decode([token for token in tokens if token != END])
-    return Action(tokens, text, calls, finish.name.lower())
+class Reader:
+    """Takes a turn as no call, a call or two, whatever its words are."""
+
+    def __call__(
+        self, tokens: Sequence[int], finish: Finish, tools: Sequence[Any]
+    ) -> Action:
+        count = tokens[0] % 3 if tools else 0
+        calls = [ToolCall("add", {"é": number}) for number in range(count)]
+        text = TOKENIZER.decode([token for token in tokens if token != END])
+        return Action(tokens, text, calls, finish.name.lower())
+
+    def growing(self, *_: Any) -> GrowingTurn:
+        text = GrowingText(TOKENIZER, spells_special_tokens=True)
+        return GrowingTurn(text, None, SpecialNames([]), None, is_open=False)
 
 
 def episodes_of(
@@ -73,7 +83,7 @@ def episodes_of(
         {"default": (f"{ENVIRONMENTS}:{name}", {})}, str(model), LIMITS, template
     )
     pool = EpisodePool(
-        server, start, read, num_processes=1, most_open=16, stall_s=60.0
+        server, start, Reader(), num_processes=1, most_open=16, stall_s=60.0
     )  # fmt: skip
     try:
         requests = [
@@ -163,14 +173,17 @@ def test_a_forward_pass_over_each_row_gives_the_samplers_log_probs(
         # and one behind a turn that nobody has sampled.
         for template in (PRESERVING, STRIPPING):
             first, again = (
-                episodes_of(server, model, template, "branching") for _ in range(2)
+                episodes_of(server, model, template, name)
+                for name in ("branching", "streaming")
             )
             for number, episode in first.items():
                 assert _sampled(again[number]) == _sampled(episode)
+                # Its turns came by parts.
+                assert again[number].score > 6 and again[number].metrics == {}
                 assert (episode.end, episode.num_turns) == (End.COMPLETED, 6)
                 turns = [number for row in episode.rows for number in row.turns]
                 assert sorted(turns) == list(range(6)) and len(episode.rows) >= 3
-                for row in episode.rows:
+                for row in (*episode.rows, *again[number].rows):
                     _require_log_probs(policy, row)
     finally:
         server.close()

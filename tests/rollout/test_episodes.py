@@ -280,12 +280,23 @@ def test_a_turn_ends_where_its_environment_says(
     assert episode.metrics == {"turns": 3.0}
 
 
+class Letters:
+    """A turn whose words are the ids of its tokens."""
+
+    def add(self, tokens: Sequence[int]) -> list[tuple[str, str]]:
+        return [("", str(token)) for token in tokens]
+
+
 def test_an_episode_knows_its_terms_and_what_it_printed_is_kept(
     start_pool: Callable[..., EpisodePool],
 ) -> None:
-    """Also where it fails. A constraint reaches the engine, or is refused."""
+    """Also where it fails. A constraint reaches the engine, or is refused, and a turn
+    that is heard comes by parts.
+    """
 
     def answers(request: GenerationRequest) -> list[tuple[int, float]]:
+        if request.stream:
+            return [(8, -1.0), (9, -0.5), (END, -0.25)]
         said = [(8, -1.0)] if request.sampling.grammar == "letters" else []
         return [*said, (END, -1.0)]
 
@@ -296,11 +307,13 @@ def test_an_episode_knows_its_terms_and_what_it_printed_is_kept(
 
     pool = start_pool("knowing", answers=answers, start={"policy_name": "mine"})
     pool._read.grammar = grammar
+    pool._read.growing = lambda prompt, *_: Letters()
     sampling = replace(SAMPLING, temperature=0.5, top_p=0.75, top_k=4)
     asked = [replace(each, sampling=sampling) for each in requests(2)]
     asked[1] = replace(asked[1], trains=True)
-    first, second = ended(pool, asked).values()
-    said = "{{'temperature': 0.5, 'top_p': 0.75, 'top_k': 4, 'trains': {}, 'model': 'mine', 'reads_tools': True}} g tool_choice: not this one"
+    episodes = ended(pool, asked)
+    first, second = (episodes[number] for number in sorted(episodes))
+    said = "{{'temperature': 0.5, 'top_p': 0.75, 'top_k': 4, 'trains': {}, 'model': 'mine', 'reads_tools': True}} g tool_choice: not this one [('', '8'), ('', '9')] gh [-1.0, -0.5, -0.25]"
     assert (first.end, first.output) == (End.COMPLETED, said.format(False))
     assert (second.end, second.output) == (
         End.ENVIRONMENT_FAILED,

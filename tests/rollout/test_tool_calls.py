@@ -211,6 +211,43 @@ def test_a_call_in_thoughts_is_a_thought(begins: str) -> None:
     assert (action.text, action.tool_calls) == ("Hm.  No.", ())
 
 
+@pytest.mark.parametrize(
+    ("begun", "text", "thoughts", "words"),
+    [
+        ("", "<think>\nI < 2.\n</think>\n\nSo: ", "I < 2.", "So:"),
+        ("<think>\n", "I ad", "I ad", ""),
+        # The model writes the mark again; the words end with what may be one.
+        ("<think>\n", "\n<think>A.</think>B. <thin", "A.", "B."),
+        ("", "A.<think>B.</think>C.<think>D ", "B.\nD", "A.C."),
+        # A call, the beginning of one, and a name of a special token.
+        ("", "Both: " + NOW + " and more", "", "Both:"),
+        ("", "Both: <tool_ca", "", "Both:"),
+        ("", "Five<|im_end", "", "Five"),
+        ("", "Five. Ob", "", "Five. "),
+        ("", "Five. Obs: 3", "", "Five. "),
+        # Whether white space in front stays depends on what follows.
+        ("", " \nFive", "", ""),
+        # Nothing has begun this thought, which was shown as words.
+        ("", "Five</think>Six", "", "Five"),
+    ],
+)
+def test_a_turn_is_shown_as_far_as_it_is_certain(
+    begun: str, text: str, thoughts: str, words: str
+) -> None:
+    prompt = TOKENIZER.encode(f"Go. {begun}", add_special_tokens=False)
+    tokens = TOKENIZER.encode(text, add_special_tokens=False)
+    for size in (1, 2, len(tokens)):
+        turn = ActionReader(TOKENIZER, "hermes").growing(prompt, [TOOL], ["Obs:"])
+        parts = [
+            part
+            for at in range(0, len(tokens), size)
+            for part in turn.add(tokens[at : at + size])
+        ]
+        assert ("".join(part[0] for part in parts), "".join(part[1] for part in parts)) == (
+            thoughts, words,
+        )  # fmt: skip
+
+
 def test_a_record_that_turns_thoughts_off_has_none_to_close() -> None:
     """The template begins a thought, unless a record says otherwise."""
     tokenizer = tokenizer_with(

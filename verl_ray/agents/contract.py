@@ -6,7 +6,7 @@ this module, and what was sampled reaches it as tokens and as text.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
@@ -274,6 +274,11 @@ class Sampled:
     routed_experts: Int16 | None = None
 
 
+Listener = Callable[[str, str], None]
+"""Takes further thoughts of a turn, and further words behind them, while it is being
+sampled: what its action begins with, as far as that is known."""
+
+
 class Sampler(Protocol):
     """The engine's side of a policy: token ids in, token ids out."""
 
@@ -286,12 +291,14 @@ class Sampler(Protocol):
         tools: Sequence[ToolSchema],
         stop: Sequence[str] = (),
         constraint: Constraint | None = None,
+        listener: Listener | None = None,
     ) -> Sampled:
         """Continue these token ids by a turn of at most `max_tokens` tokens.
 
         The same tokens, seed and policy version have the same continuation. The token
         that completes one of the texts `stop` ends it; without any the run's do. Under
-        a constraint the log-probs are not those of the policy.
+        a constraint the log-probs are not those of the policy. Whoever listens is told
+        the turn by parts, or nothing before it is whole: a sampler need not tell it.
         """
 
 

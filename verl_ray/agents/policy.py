@@ -27,6 +27,7 @@ from verl_ray.agents.contract import (
     End,
     Episode,
     EpisodeEnded,
+    Listener,
     Message,
     Sampled,
     Sampler,
@@ -266,6 +267,7 @@ class EpisodePolicy:
         stop: Sequence[str] = (),
         max_tokens: int | None = None,
         constraint: Mapping[str, Any] | None = None,
+        listened: Callable[[int], Listener] | None = None,
     ) -> tuple[SampledTurn, int]:
         """Return a turn after these messages, and the tokens of its prompt.
 
@@ -275,6 +277,8 @@ class EpisodePolicy:
 
         Args:
             constraint: What constrains the tokens; see `Sampler`.
+            listened: Takes the number of tokens of the prompt, and returns what
+                listens; None if nothing does.
 
         Raises:
             EpisodeEnded: A limit of the episode is reached.
@@ -290,19 +294,17 @@ class EpisodePolicy:
             except NoPlace as error:
                 self._note_overflow(str(error))
                 raise
-            tokens = hashlib.blake2b(prompt.tokens.tobytes()).digest()
             terms = repr((tuple(stop), max_tokens, constraint))
-            number = self._num_asked[tokens, terms]
-            self._num_asked[tokens, terms] += 1
-            branch = (prompt.depth, tokens, number, terms)
+            branch = self._next_branch(prompt, terms)
             self._num_events += 1
             self._last_call = self._num_events
             bound = min(most, self.limits.max_turn_tokens or most, max_tokens or most)
             seed = branch_seed(self._seed, branch)
             self._num_open += 1
+            listener = listened and listened(len(prompt.tokens))
             try:
                 sampled = await self._sample(
-                    prompt, tools, bound, stop, seed, constraint
+                    prompt, tools, bound, stop, seed, constraint, listener
                 )
             finally:
                 self._num_open -= 1
@@ -317,6 +319,12 @@ class EpisodePolicy:
             self.cut = limit if is_cut else None
             self._count_calls(sampled.action)
             return turn, len(prompt.tokens)
+
+    def _next_branch(self, prompt: TurnPrompt, terms: str) -> Branch:
+        tokens = hashlib.blake2b(prompt.tokens.tobytes()).digest()
+        number = self._num_asked[tokens, terms]
+        self._num_asked[tokens, terms] += 1
+        return prompt.depth, tokens, number, terms
 
     @contextlib.asynccontextmanager
     async def _place_in_time(self) -> AsyncIterator[None]:
@@ -564,6 +572,7 @@ class EpisodePolicy:
         stop: Sequence[str],
         seed: int,
         constraint: Mapping[str, Any] | None = None,
+        listener: Listener | None = None,
     ) -> Sampled:
         until_s = self.clock.now() + self.limits.model_s
 
@@ -571,6 +580,8 @@ class EpisodePolicy:
         terms: dict[str, Any] = {"stop": stop} if stop else {}
         if constraint is not None:
             terms["constraint"] = constraint
+        if listener is not None:
+            terms["listener"] = listener
 
         def sample() -> Awaitable[Sampled]:
             return self._sampler.sample(

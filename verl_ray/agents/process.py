@@ -23,6 +23,7 @@ from verl_ray.agents.contract import (
     Constraint,
     End,
     Episode,
+    Listener,
     Sampled,
     Terms,
     ToolSchema,
@@ -231,15 +232,23 @@ class _RemoteSampler:
         self._writer = writer
         self._numbers = itertools.count()
         self._pending: dict[int, asyncio.Future[Sampled]] = {}
+        self._listeners: dict[int, Listener] = {}
 
     async def sample(
-        self, episode: int, tokens: Sequence[int], fields: dict[str, Any]
+        self,
+        episode: int,
+        tokens: Sequence[int],
+        fields: dict[str, Any],
+        listener: Listener | None,
     ) -> Sampled:
         """Return a turn that the engine samples after these tokens."""
         number = next(self._numbers)
         future = asyncio.get_running_loop().create_future()
         self._pending[number] = future
+        if listener is not None:
+            self._listeners[number] = listener
         request = {"call": number, "episode": episode, **fields}
+        request["is_heard"] = listener is not None
         self._writer.write(frame("sample", request, token_bytes(tokens)))
         try:
             await self._writer.drain()
@@ -247,15 +256,19 @@ class _RemoteSampler:
             return sampled
         finally:
             del self._pending[number]
+            self._listeners.pop(number, None)
             if future.cancelled() or not future.done():
                 self._writer.write(frame("give_up", {"call": number}))
 
     def take(self, reply: Frame) -> None:
-        """Take the reply to a call, if somebody waits for it."""
-        future = self._pending.get(reply.fields["call"])
+        """Take the reply to a call, or a part of it, if somebody waits for it."""
+        number = reply.fields["call"]
+        future = self._pending.get(number)
         if future is None or future.done():
             return
-        if reply.kind == "sampled":
+        if reply.kind == "grown":
+            self._listeners[number](reply.fields["thoughts"], reply.fields["words"])
+        elif reply.kind == "sampled":
             future.set_result(sampled_of(reply))
         else:
             future.set_exception(failure_of(reply))
@@ -277,6 +290,7 @@ class _SamplerOfEpisode:
         tools: Sequence[ToolSchema],
         stop: Sequence[str] = (),
         constraint: Constraint | None = None,
+        listener: Listener | None = None,
     ) -> Sampled:
         """Return a turn; see `Sampler`."""
         fields = {
@@ -286,4 +300,4 @@ class _SamplerOfEpisode:
             "stop": list(stop),
             "constraint": None if constraint is None else dict(constraint),
         }
-        return await self.remote.sample(self.episode, tokens, fields)
+        return await self.remote.sample(self.episode, tokens, fields, listener)

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from verl_ray.agents.contract import Action, Constraint, Sampled, ToolSchema
+from verl_ray.agents.contract import Action, Constraint, Listener, Sampled, ToolSchema
 from verl_ray.errors import DataError
 
 if TYPE_CHECKING:
@@ -96,6 +96,7 @@ class ScriptedSampler:
         tools: Sequence[ToolSchema],
         stop: Sequence[str] = (),
         constraint: Constraint | None = None,
+        listener: Listener | None = None,
     ) -> Sampled:
         """Return the next text as a turn, cut at `max_tokens` or a text to stop at.
 

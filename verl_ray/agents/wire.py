@@ -4,12 +4,13 @@ Invariant: nothing is unpickled on either side. The bytes of a frame, if there a
 are token ids as numbers of 32 bits.
 
 To a process: `start` once, then `run` for each episode, `sampled` or `failed` for each
-call of its policy, `cancel` for an episode that nobody waits for any more, and `pause`
-and `resume` with the engine. From it: `ready` or `broken` once, then `sample`,
-`give_up` for a call that nobody waits for any more, `ended` for each episode, `held`
-after a user's code has held the event loop for more than a second, `told` with what is
-to be said about episodes, and `alive` every second, with the delay of the loop, the
-number of episodes that go on, and that of threads that hang.
+call of its policy, and before them `grown` for each part of a turn that is heard,
+`cancel` for an episode that nobody waits for any more, and `pause` and `resume` with
+the engine. From it: `ready` or `broken` once, then `sample`, `give_up` for a call that
+nobody waits for any more, `ended` for each episode, `held` after a user's code has held
+the event loop for more than a second, `told` with what is to be said about episodes,
+and `alive` every second, with the delay of the loop, the number of episodes that go on,
+and that of threads that hang.
 """
 
 from __future__ import annotations
@@ -200,6 +201,15 @@ def sampled_frame(call: int, sampled: Sampled) -> bytes:
         "content": action.content,
     }
     return frame("sampled", fields, token_bytes(sampled.tokens))
+
+
+def grown_frame(call: int, thoughts: str, words: str) -> bytes:
+    """Return the frame of further parts of a turn; see `Listener`.
+
+    Args:
+        call: Number of the call of the policy.
+    """
+    return frame("grown", {"call": call, "thoughts": thoughts, "words": words})
 
 
 def failed_frame(

@@ -263,15 +263,19 @@ def same_tokens(
     )
 
 
+def special_names(tokenizer: PreTrainedTokenizerBase) -> list[str]:
+    """Return the names of the tokenizer's special tokens."""
+    added = tokenizer.added_tokens_decoder.values()
+    return [token.content for token in added if token.special]
+
+
 def strip_special_tokens(text: str, tokenizer: PreTrainedTokenizerBase) -> str:
     """Return `text` without the names of the tokenizer's special tokens.
 
     They would be encoded as these tokens: a policy that writes them could end its own
     turn and begin another one. The returned text spells none of them.
     """
-    added = tokenizer.added_tokens_decoder.values()
-    names = [re.escape(token.content) for token in added if token.special]
-    special = re.compile("|".join(names))
+    special = re.compile("|".join(map(re.escape, special_names(tokenizer))))
 
     # Repeated, because the text around a removed name may spell another one. Each round
     # shortens the text, so that the loop ends.

@@ -18,7 +18,7 @@ from __future__ import annotations
 import json
 import logging
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from verl_ray.agents.contract import (
@@ -29,6 +29,7 @@ from verl_ray.agents.contract import (
 )
 from verl_ray.data.tokenizers import strip_special_tokens
 from verl_ray.errors import RolloutError
+from verl_ray.rollout.texts import Beginnings
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -128,6 +129,11 @@ class CallParser:
         return [
             ToolCall(name, _arguments(json_text)) for name, json_text in read
         ], words
+
+    def growing(self, tools: Sequence[Any]) -> GrowingReply:
+        """Return what shows the words of a text while it grows."""
+        parser = self._class(self._tokenizer)
+        return GrowingReply(parser, _request(tools), self._encoded, self._opening)
 
     def format_of(self, tools: Sequence[ToolSchema]) -> dict[str, Any] | None:
         """Return one or several calls of tools as a format of xgrammar.
@@ -235,6 +241,72 @@ class CallParser:
         except Exception:
             return ""
         return "".join(delta.content or "" for delta in deltas if delta is not None)
+
+
+class GrowingReply:
+    """The words of a growing text in which tools may be called.
+
+    They are those that the parser streams, as long as they are the beginning of the
+    text. Behind the first call nothing is shown.
+    """
+
+    def __init__(
+        self,
+        parser: Any,
+        request: Any,
+        encoded: Callable[[str], list[int]],
+        opening: str,
+    ) -> None:
+        """Take a parser of its own, which keeps state, and what encodes a text.
+
+        Args:
+            opening: What calls begin with, and words do not; empty if unknown. Some
+                parsers stream it as words.
+        """
+        self._parser = parser
+        self._request = request
+        self._encoded = encoded
+        self._opening = opening
+        self._beginnings = Beginnings([opening])
+        self._text = ""
+        self._tokens: list[int] = []
+        self._num_streamed = self._num_shown = 0
+        self._is_over = False
+
+    def add(self, piece: str) -> str:
+        """Add a piece of the text; return further words."""
+        if self._is_over:
+            return ""
+        before, tokens, new = self._text, self._tokens, self._encoded(piece)
+        self._text, self._tokens = before + piece, [*tokens, *new]
+        try:
+            delta = self._parser.extract_tool_calls_streaming(
+                before, self._text, piece, tokens, self._tokens, new, self._request
+            )
+        # Parsers raise what they like about a text that they cannot read.
+        except Exception:
+            self._is_over = True
+            return ""
+        words = str(delta.content or "") if delta is not None else ""
+        if not self._text.startswith(words, self._num_streamed):
+            self._is_over = True
+            return ""
+        self._num_streamed += len(words)
+        self._is_over = delta is not None and bool(delta.tool_calls)
+        return self._shown_to(min(self._num_streamed, self._last_place()))
+
+    def _last_place(self) -> int:
+        """Return how many characters cannot be part of the opening of a call."""
+        place = self._text.find(self._opening, self._num_shown) if self._opening else -1
+        if place >= 0:
+            self._is_over = True
+            return place
+        return len(self._text) - self._beginnings.length_in(self._text)
+
+    def _shown_to(self, end: int) -> str:
+        words = self._text[self._num_shown : end]
+        self._num_shown += len(words)
+        return words
 
 
 def with_lasting_vocabulary(

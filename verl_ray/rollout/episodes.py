@@ -33,6 +33,7 @@ from verl_ray.agents.wire import (
     EpisodeStart,
     episode_of,
     failed_frame,
+    grown_frame,
     sampled_frame,
     task_fields,
     tokens_of,
@@ -477,8 +478,13 @@ class EpisodePool:
             self.fail(failure)
         self.assign()
 
-    async def sample(self, episode: _OpenEpisode, call: Frame) -> bytes:
+    async def sample(
+        self, episode: _OpenEpisode, call: Frame, write: Callable[[bytes], None]
+    ) -> bytes:
         """Return the reply to a call of a policy.
+
+        Args:
+            write: Takes what is known of the turn before, where the call listens.
 
         Raises:
             EngineFailed: The engine failed.
@@ -495,6 +501,10 @@ class EpisodePool:
             fields["seed"],
             session=episode.request.session,
         )
+
+        def tell(thoughts: str, words: str) -> None:
+            write(grown_frame(fields["call"], thoughts, words))
+
         try:
             sampled = await sampled_turn(
                 self._server,
@@ -502,6 +512,7 @@ class EpisodePool:
                 fields["tools"],
                 self._read,
                 fields["constraint"],
+                tell if fields["is_heard"] else None,
             )
         except EngineFailed:
             raise
@@ -705,7 +716,8 @@ class _Process:
             episode = self.open.get(call.fields["episode"])
             # It was cancelled meanwhile.
             if episode is not None:
-                self.process.write(await self.pool.sample(episode, call))
+                write = self.process.write
+                write(await self.pool.sample(episode, call, write))
         # No episode can go on.
         except (EngineFailed, ConfigError) as error:
             self.pool.fail(error)

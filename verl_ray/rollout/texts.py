@@ -7,7 +7,7 @@ character or a stop string that may be incomplete is held back.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -141,3 +141,17 @@ class GrowingText:
         tokens = self._tokens[self._context : end]
         text = self._tokenizer.decode(tokens, skip_special_tokens=self._skips_special)
         return str(text)
+
+
+class Beginnings:
+    """Texts of which the end of a growing text may be the beginning."""
+
+    def __init__(self, texts: Iterable[str]) -> None:
+        """Take the texts, which are short."""
+        self._all = {text[:n] for text in texts for n in range(1, len(text))}
+        self._longest = max(map(len, self._all), default=0)
+
+    def length_in(self, text: str) -> int:
+        """Return how many characters at the end of a text may begin one of these."""
+        most = min(len(text), self._longest)
+        return next((n for n in range(most, 0, -1) if text[-n:] in self._all), 0)

@@ -20,11 +20,14 @@ from verl_ray.data.tokenizers import (
     TemplateArguments,
     applied_template,
     end_tokens,
+    special_names,
     strip_special_tokens,
 )
 from verl_ray.errors import ConfigError, Problem, RolloutError
 from verl_ray.rollout.call_parser import CallParser, with_lasting_vocabulary
 from verl_ray.rollout.grammars import Format, grammar_of
+from verl_ray.rollout.growing import GrowingTurn, Marks, SpecialNames
+from verl_ray.rollout.texts import GrowingText
 from verl_ray.rollout.turns import ReadAction
 
 if TYPE_CHECKING:
@@ -57,6 +60,7 @@ class ActionReader:
                 does not have.
         """
         self._ends = set(end_tokens(tokenizer))
+        self._names = SpecialNames(special_names(tokenizer))
         self._tokenizer = tokenizer
         if tool_parser is not None:
             self._tokenizer = with_lasting_vocabulary(tokenizer)
@@ -106,8 +110,7 @@ class ActionReader:
             written.pop()
         # Some models mark their thoughts and calls by special tokens.
         whole = str(self._tokenizer.decode(written, skip_special_tokens=False))
-        before = self._tokenizer.decode(list(prompt[-_MOST_OF_A_MARK:]))
-        parts = self._parts(whole, str(before))
+        parts = self._parts(whole, self._end_of(prompt))
 
         # Names of special tokens that were sampled are no part of what was said.
         words, everything = self._words(parts.reply), self._written(parts.pieces)
@@ -138,6 +141,23 @@ class ActionReader:
         text = self._words(rest)
         return replace(as_text, text=text, tool_calls=calls, content=content)
 
+    def growing(
+        self, prompt: Sequence[int], tools: Sequence[Any], stop: Sequence[str]
+    ) -> GrowingTurn:
+        """Return a turn that grows behind a prompt; see `ReadsGrowing`."""
+        marks, is_open = None, False
+        if self._thoughts is not None:
+            marks = self._thoughts.marks
+            is_open = self._thoughts.is_open_behind(self._end_of(prompt))
+        return GrowingTurn(
+            GrowingText(self._tokenizer, spells_special_tokens=True),
+            marks,
+            self._names,
+            self._calls.growing(tools) if tools and self._calls else None,
+            stop,
+            is_open=is_open,
+        )
+
     def grammar(
         self,
         constraint: Constraint,
@@ -154,10 +174,13 @@ class ActionReader:
         """
         thoughts: Format | None = None
         if self._thoughts is not None:
-            before = str(self._tokenizer.decode(list(prompt[-_MOST_OF_A_MARK:])))
+            before = self._end_of(prompt)
             thoughts = self._thoughts.format_behind(before, may_begin=self._thinks)
         format_of_calls = self._calls.format_of if self._calls else lambda _: None
         return grammar_of(constraint, tools, format_of_calls, thoughts)
+
+    def _end_of(self, prompt: Sequence[int]) -> str:
+        return str(self._tokenizer.decode(list(prompt[-_MOST_OF_A_MARK:])))
 
     def _parts(self, text: str, prompt: str = "") -> _Parts:
         if self._thoughts is None:
@@ -245,9 +268,13 @@ class _Thoughts:
                 " that has, such as qwen3, or null"
             )
 
-        self._start, self._end = start, end
+        self.marks = Marks(start, end)
         block = f"({re.escape(start)})(.*?)({re.escape(end)}|\\Z)"
         self._block = re.compile(block, re.DOTALL)
+
+    def is_open_behind(self, prompt: str) -> bool:
+        """Return whether a prompt has begun a thought; templates of some models do."""
+        return prompt.rstrip().endswith(self.marks.start)
 
     def format_behind(self, prompt: str, *, may_begin: bool) -> Format | None:
         """Return the format of a thought behind a prompt; None for no thought.
@@ -256,13 +283,14 @@ class _Thoughts:
             prompt: The end of the prompt, which may begin the thought.
             may_begin: Whether a turn may begin one.
         """
+        start, end = self.marks
         content = {"type": "any_text"}
-        thought = {"type": "tag", "begin": "", "content": content, "end": self._end}
-        if prompt.rstrip().endswith(self._start):
+        thought = {"type": "tag", "begin": "", "content": content, "end": end}
+        if self.is_open_behind(prompt):
             return thought
         if not may_begin:
             return None
-        return {"type": "optional", "content": {**thought, "begin": self._start}}
+        return {"type": "optional", "content": {**thought, "begin": start}}
 
     def divide(self, text: str, prompt: str) -> _Parts:
         """Return the parts of a sampled text.
@@ -272,15 +300,14 @@ class _Thoughts:
         Args:
             prompt: The end of what is in front of it.
         """
-        # The templates of some models begin the thought themselves.
-        is_open = prompt.rstrip().endswith(self._start)
-        end = text.find(self._end)
-        start = text.find(self._start)
+        is_open = self.is_open_behind(prompt)
+        end = text.find(self.marks.end)
+        start = text.find(self.marks.start)
         is_closed = end >= 0 and (start < 0 or end < start)
         opened = ""
         # A model may write the mark again that its template has written.
-        if is_closed or (is_open and not text.lstrip().startswith(self._start)):
-            opened = self._start
+        if is_closed or (is_open and not text.lstrip().startswith(self.marks.start)):
+            opened = self.marks.start
 
         pieces = self._block.split(opened + text)
         if len(pieces) == 1:

@@ -6,9 +6,12 @@ Invariant: what was sampled stays as it was; an action is what is read in it.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, Protocol, runtime_checkable
+
+import numpy as np
 
 from verl_ray.agents.contract import (
     MOST_NESTED,
@@ -16,6 +19,7 @@ from verl_ray.agents.contract import (
     Constraint,
     End,
     EpisodeEnded,
+    Listener,
     Sampled,
     ToolSchema,
     nests_too_deep,
@@ -49,17 +53,40 @@ class WritesGrammars(Protocol):
         """Return the grammar of the turn behind a prompt; see `Sampling`."""
 
 
+class Growing(Protocol):
+    """A turn that grows with its tokens."""
+
+    def add(self, tokens: Sequence[int]) -> Sequence[tuple[str, str]]:
+        """Add tokens that are not the last ones; return what a `Listener` takes."""
+
+
+@runtime_checkable
+class ReadsGrowing(Protocol):
+    """A `ReadAction` that reads a turn already while it is being sampled."""
+
+    def growing(
+        self, prompt: Sequence[int], tools: Sequence[Any], stop: Sequence[str]
+    ) -> Growing:
+        """Return a turn without tokens behind a prompt, which ends at texts of `stop`.
+
+        What it returns begins what the whole turn is read as, as far as that is known.
+        """
+
+
 async def sampled_turn(
     server: RolloutServer,
     request: GenerationRequest,
     tools: Sequence[Any],
     read: ReadAction,
     constraint: Constraint | None = None,
+    listener: Listener | None = None,
 ) -> Sampled:
     """Return the turn of a request that does not stream.
 
     Args:
         constraint: What the turn has to be; None for anything.
+        listener: Is told the turn while it is being sampled, where `read` can. The
+            tokens are the same.
 
     Raises:
         EpisodeEnded: The request was aborted.
@@ -72,10 +99,15 @@ async def sampled_turn(
         prompt = request.tokens.tolist()
         grammar = await asyncio.to_thread(read.grammar, constraint, tools, prompt)
         request = replace(request, sampling=replace(request.sampling, grammar=grammar))
-    chunks: list[Chunk] = []
-    async for more in server.respond_async([request]):
-        chunks += more
-    (chunk,) = chunks
+    if listener is not None and isinstance(read, ReadsGrowing):
+        prompt = request.tokens.tolist()
+        growing = read.growing(prompt, tools, request.sampling.stop)
+        chunk = await _heard(server, request, growing, listener)
+    else:
+        chunks: list[Chunk] = []
+        async for more in server.respond_async([request]):
+            chunks += more
+        (chunk,) = chunks
     if chunk.finish is None or chunk.finish is Finish.ABORTED:
         raise EpisodeEnded(End.ABORTED)
     tokens = chunk.tokens.tolist()
@@ -91,4 +123,45 @@ async def sampled_turn(
         chunk.version_spans,
         action,
         chunk.routed_experts,
+    )
+
+
+async def _heard(
+    server: RolloutServer,
+    request: GenerationRequest,
+    growing: Growing,
+    listener: Listener,
+) -> Chunk:
+    """Return the whole response to a request, which is told while it is sampled."""
+    chunks: list[Chunk] = []
+    request = replace(request, stream=True)
+    async with contextlib.aclosing(server.respond_async([request])) as stream:
+        async for more in stream:
+            chunks += more
+            # The last part is told with the whole.
+            for chunk in (each for each in more if each.finish is None):
+                for thoughts, words in growing.add(chunk.tokens.tolist()):
+                    listener(thoughts, words)
+    return _joined(chunks)
+
+
+def _joined(chunks: Sequence[Chunk]) -> Chunk:
+    """Return the chunks of a response as one, as if it had not streamed."""
+    if len(chunks) == 1:
+        return chunks[0]
+    spans: list[tuple[int, int]] = []
+    for place, version in (span for each in chunks for span in each.version_spans):
+        # Each chunk begins one, also where the version stays.
+        if not spans or spans[-1][1] != version:
+            spans.append((place, version))
+    experts = [each.routed_experts for each in chunks]
+    known = [each for each in experts if each is not None]
+    return Chunk(
+        request_id=chunks[0].request_id,
+        tokens=np.concatenate([each.tokens for each in chunks]),
+        log_probs=np.concatenate([each.log_probs for each in chunks]),
+        finish=chunks[-1].finish,
+        first_token=0,
+        version_spans=tuple(spans),
+        routed_experts=np.concatenate(known) if known else None,
     )

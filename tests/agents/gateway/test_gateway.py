@@ -25,6 +25,7 @@ from verl_ray.agents.contract import (
     End,
     Episode,
     EpisodeTask,
+    Listener,
     Sampled,
     Terms,
     ToolCall,
@@ -84,6 +85,8 @@ class Answers:
     delay_s: Callable[[str], float] = lambda _: 0.0
     num_together: int = 0
     """The first turns wait until so many are begun."""
+    told: Callable[[Listener], Awaitable[None]] | None = None
+    """Tells parts of a turn that is heard; None tells every letter at once."""
 
     def __post_init__(self) -> None:
         self.prompts: list[str] = []
@@ -97,6 +100,7 @@ class Answers:
         max_tokens: int,
         tools: Sequence[ToolSchema],
         stop: Sequence[str] = (),
+        listener: Listener | None = None,
     ) -> Sampled:
         prompt = str(TOKENIZER.decode(list(tokens)))
         self.prompts.append(prompt)
@@ -111,7 +115,15 @@ class Answers:
         if finish == "length":
             text = str(TOKENIZER.decode(sampled))
         log_probs = [-n / 100 for n in range(1, len(sampled) + 1)]
-        return Sampled(sampled, log_probs, [(0, 3)], read(sampled, text, finish))
+        action = read(sampled, text, finish)
+        if listener is not None and self.told is not None:
+            await self.told(listener)
+        elif listener is not None:
+            for letter in action.reasoning:
+                listener(letter, "")
+            for letter in action.text:
+                listener("", letter)
+        return Sampled(sampled, log_probs, [(0, 3)], action)
 
 
 @dataclass
@@ -137,11 +149,12 @@ def play(
     reward: Literal["grader", "post", "stdout"] = "grader",
     delay_s: Callable[[str], float] = lambda _: 0.0,
     num_together: int = 0,
+    told: Callable[[Listener], Awaitable[None]] | None = None,
     template: str = PRESERVING,
     terms: Terms | None = None,
     tell: Callable[[str], None] = lambda _: None,
 ) -> tuple[Episode, Answers]:
-    sampler = Answers(text, delay_s, num_together)
+    sampler = Answers(text, delay_s, num_together, told)
     episode = asyncio.run(
         run_episode(
             run_of(Agent(Started(agent, reward))),
@@ -331,6 +344,156 @@ def test_the_same_conversation_has_the_same_tokens_in_each_protocol() -> None:
     for episode, sampler in episodes:
         assert episode.rows == [row]
         assert sampler.seeds == episodes[0][1].seeds
+
+
+class Telling:
+    """Tells parts of a turn, the second once a client has seen the first."""
+
+    def __init__(self, *parts: tuple[str, str]) -> None:
+        self.parts = parts
+        self.was_seen = asyncio.Event()
+        self.times = 0
+
+    async def __call__(self, listener: Listener) -> None:
+        self.times += 1
+        for number, part in enumerate(self.parts):
+            listener(*part)
+            if number == 0:
+                await self.was_seen.wait()
+
+
+STREAMED: Any = {
+    "model": "m",
+    "messages": [{"role": "user", "content": "1+2, 3+4?"}],
+    "tools": [ADD],
+    "stream": True,
+}
+
+
+async def _chat_words(door: Door) -> AsyncIterator[str]:
+    stream = await chat(door).chat.completions.create(**STREAMED)
+    async for chunk in stream:
+        yield chunk.choices[0].delta.content or ""
+
+
+async def _response_words(door: Door) -> AsyncIterator[str]:
+    tool: Any = {"type": "function", "strict": False, **ADD["function"]}
+    stream = await chat(door).responses.create(
+        model="m", input="1+2, 3+4?", tools=[tool], stream=True
+    )
+    async for event in stream:
+        if event.type == "response.output_text.delta":
+            yield event.delta
+
+
+async def _message_words(door: Door) -> AsyncIterator[str]:
+    client = anthropic.AsyncAnthropic(base_url=door.anthropic_url, api_key=door.api_key)
+    _clients[door.api_key].append(client)
+    tool: Any = {"name": "add", "input_schema": ADD["function"]["parameters"]}
+    async with client.messages.stream(
+        model="m", max_tokens=500, messages=STREAMED["messages"], tools=[tool]
+    ) as stream:
+        async for text in stream.text_stream:
+            yield text
+        assert len((await stream.get_final_message()).content) == 4
+
+
+@pytest.mark.parametrize("read", [_chat_words, _response_words, _message_words])
+def test_a_stream_is_read_while_its_turn_is_sampled(
+    read: Callable[[Door], AsyncIterator[str]],
+) -> None:
+    telling = Telling(("I add.", "Bo"), ("", "t"))
+
+    async def agent(door: Door) -> None:
+        words = []
+        async for text in read(door):
+            words += [text] if text else []
+            if words == ["Bo"]:
+                telling.was_seen.set()
+        assert words == ["Bo", "t", "h:"]
+
+    episode, _ = play(agent, sums, told=telling)
+    assert (episode.end, episode.detail) == (End.COMPLETED, "")
+    assert (episode.num_turns, episode.metrics) == (1, {})
+
+
+def test_a_stream_that_breaks_off_begins_again_from_the_record() -> None:
+    telling = Telling(("", "Bo"), ("", "t"))
+
+    async def agent(door: Door) -> None:
+        url = f"{door.openai_url}/chat/completions"
+        mine = {"x-api-key": door.api_key}
+        again = {**mine, "x-stainless-retry-count": "1"}
+
+        async def words(reply: aiohttp.ClientResponse) -> list[str]:
+            assert reply.status == 200
+            lines = [line async for line in reply.content if b'"content": "' in line]
+            deltas = [json.loads(line[6:])["choices"][0]["delta"] for line in lines]
+            return [each["content"] for each in deltas]
+
+        async with aiohttp.ClientSession(headers=mine) as session:
+            async with session.post(url, json=STREAMED) as reply:
+                async for line in reply.content:
+                    if b'"Bo"' in line:
+                        break
+            # Two ask again at the same time.
+            async with (
+                session.post(url, json=STREAMED) as first,
+                session.post(url, json=STREAMED, headers=again) as second,
+            ):
+                telling.was_seen.set()
+                assert await words(first) == await words(second) == ["Bo", "t", "h:"]
+            async with session.post(url, json=STREAMED, headers=again) as reply:
+                assert await words(reply) == ["Both:"]
+
+    episode, _ = play(agent, sums, told=telling)
+    assert (episode.end, episode.detail) == (End.COMPLETED, "")
+    assert (episode.num_turns, telling.times, episode.metrics) == (1, 1, {})
+
+
+def test_words_that_a_turn_does_not_begin_with_are_told_and_counted() -> None:
+    """And who repeats them still has the tokens that were sampled."""
+
+    async def agent(door: Door) -> None:
+        client = chat(door)
+        options: Any = {"model": "m", "tools": [ADD]}
+        messages = [*STREAMED["messages"]]
+        async with client.chat.completions.stream(
+            messages=messages, **options
+        ) as events:
+            said = (await events.get_final_completion()).choices[0].message
+        assert said.content == "Neither"
+        messages.append(said.model_dump(exclude_none=True))
+        for call in said.tool_calls or ():
+            result = {"role": "tool", "tool_call_id": call.id, "content": "3"}
+            messages.append(result)
+        await client.chat.completions.create(messages=messages, **options)
+
+    async def told(listener: Listener) -> None:
+        listener("I add.", "Nei")
+        # Its client has this before the turn is whole.
+        await asyncio.sleep(0.2)
+        listener("", "ther")
+
+    texts: list[str] = []
+    episode, _ = play(agent, sums, told=told, tell=texts.append)
+    ((_, learned),) = words(episode)
+    assert learned == sums("", 0) + "<|im_end|>It is 3. é<|im_end|>"
+    assert episode.metrics == {"broken_streams": 1.0}
+    assert len(texts) == 1 and "agent.tool_parser" in texts[0]
+
+
+def test_a_stream_ends_with_its_episode() -> None:
+    telling = Telling(("", "Bo"))
+
+    async def agent(door: Door) -> float:
+        with pytest.raises(openai.APIError, match="model_timeout"):
+            _ = [text async for text in _chat_words(door)]
+        return 1.0
+
+    bounds = Limits(max_turns=9, context_tokens=4000, model_s=0.3, close_s=2.0)
+    episode, _ = play(agent, sums, bounds, told=telling)
+    assert (episode.end, episode.num_turns) == (End.MODEL_TIMEOUT, 0)
 
 
 def test_a_request_that_comes_again_is_answered_from_the_record() -> None:

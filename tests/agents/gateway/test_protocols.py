@@ -8,7 +8,7 @@ import socket
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import anthropic
@@ -17,7 +17,13 @@ import pytest
 from aiohttp import web
 
 from verl_ray.agents.contract import Action, Sampled, ToolCall
-from verl_ray.agents.gateway.calls import CallChoice, CallReply, ModelCall, Protocol
+from verl_ray.agents.gateway.calls import (
+    CallChoice,
+    CallReply,
+    Event,
+    ModelCall,
+    Protocol,
+)
 from verl_ray.agents.gateway.chat import ChatProtocol
 from verl_ray.agents.gateway.conversation import served
 from verl_ray.agents.gateway.messages import MessagesProtocol
@@ -41,6 +47,7 @@ class Endpoint:
     openai: openai.OpenAI
     anthropic: anthropic.Anthropic
     reply: CallReply | None = None
+    parts: list[tuple[int, str, str]] = field(default_factory=list)
     calls: list[ModelCall] = field(default_factory=list)
 
     async def answer(self, request: web.Request) -> web.StreamResponse:
@@ -60,11 +67,20 @@ class Endpoint:
             return web.json_response(protocol.whole(call, self.reply))
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
         await response.prepare(request)
-        for name, data in protocol.events(call, self.reply):
+        for name, data in self.events(protocol, call):
             named = f"event: {name}\n" if name else ""
             text = data if isinstance(data, str) else json.dumps(data)
             await response.write(f"{named}data: {text}\n\n".encode())
         return response
+
+    def events(self, protocol: Protocol, call: ModelCall) -> Iterator[Event]:
+        """Yield an answer of which `parts` are told before it is whole."""
+        assert self.reply is not None
+        stream = protocol.stream(call, replace(self.reply, choices=()))
+        yield from stream.begin()
+        for part in self.parts:
+            yield from stream.grow(*part)
+        yield from stream.end(self.reply)
 
     async def count(self, request: web.Request) -> web.StreamResponse:
         """Answer a request that counts tokens by the number of its messages."""
@@ -387,6 +403,17 @@ def test_an_agent_gets_and_repeats_what_was_sampled(
     parts += [("add", json.dumps(call[2], ensure_ascii=False)) for call in calls]
     assert agent.plain() == [part for part in parts if part[1]]
 
+    # The same comes by parts, each as it is known.
+    endpoint.parts = [
+        *((0, letter, "") for letter in action.reasoning),
+        *((0, "", letter) for letter in action.text[:3]),
+    ]
+    assert plain_values(agent.stream()) == plain_values(answer)
+    assert len([each for each in agent.plain() if each[0] == "text"]) == min(
+        len(action.text), 4
+    )
+    endpoint.parts = []
+
     # The results come in another order than the calls.
     agent.repeat(streamed, [(call[0], f"Result {call[0]}") for call in calls[::-1]])
     agent.ask()
@@ -423,6 +450,30 @@ def test_an_agent_gets_and_repeats_what_was_sampled(
         "parameters": ADD["schema"],
     }
     assert call.tools == [{"type": "function", "function": function}]
+
+
+@pytest.mark.parametrize("dialect", DIALECTS)
+def test_parts_of_a_stream_keep_their_order_and_are_not_taken_back(
+    endpoint: Endpoint, dialect: Any
+) -> None:
+    agent = dialect(endpoint)
+    turn = choice("t", text="Hm. No.", reasoning="a\nb", tool_calls=CALLS[:1])
+    endpoint.reply = reply(turn)
+    endpoint.parts = [(0, "a", ""), (0, "", "Hm."), (0, "\nb", "")]
+    parts = [("thought", "a"), ("text", "Hm."), ("thought", "\nb"), ("text", " No.")]
+    sent = ("add", '{"a": 2, "b": 3}')
+    assert agent.plain() == [*parts, sent]
+    assert "".join(agent.read(agent.stream())[1].split()) == "Hm.No."
+
+    # In the end these words are none: nothing else is said, and the call is sent.
+    endpoint.parts = [(0, "a", ""), (0, "", "<call")]
+    assert agent.plain() == [
+        ("thought", "a"), ("text", "<call"), ("thought", "\nb"), sent,
+    ]  # fmt: skip
+    agent.repeat(agent.stream(), [])
+    endpoint.parts = []
+    agent.ask()
+    assert endpoint.calls[-1].messages[2]["content"] == "<call"
 
 
 PATHS_BY_DIALECT = {OfChat: CHAT, OfResponses: RESPONSES, OfMessages: MESSAGES}

@@ -82,7 +82,7 @@ class CallReply:
         model: The policy's name for clients.
         created: When the answer was made, in seconds since 1970.
         num_prompt_tokens: Tokens of the prompt.
-        choices: The turns, `num_choices` of them.
+        choices: The turns, `num_choices` of them; none while they are sampled.
     """
 
     number: str
@@ -99,6 +99,26 @@ class CallReply:
 
 Event = tuple[str | None, Mapping[str, Any] | str]
 """A server-sent event: its name, if it has one, and its data."""
+
+
+class AnswerStream(ABC):
+    """The events of an answer that is streamed to one client."""
+
+    @abstractmethod
+    def begin(self) -> Iterator[Event]:
+        """Yield the events in front of all turns."""
+
+    @abstractmethod
+    def grow(self, number: int, thoughts: str, words: str) -> Iterator[Event]:
+        """Yield the events of further thoughts and words of a turn.
+
+        Args:
+            number: The number of the turn among those of the answer.
+        """
+
+    @abstractmethod
+    def end(self, reply: CallReply) -> Iterator[Event]:
+        """Yield the events of all that was not sent before, the last one included."""
 
 
 class Protocol(ABC):
@@ -118,8 +138,12 @@ class Protocol(ABC):
         """Return the body of an answer that is sent at once."""
 
     @abstractmethod
-    def events(self, call: ModelCall, reply: CallReply) -> Iterator[Event]:
-        """Yield the events of an answer that is streamed, the last one included."""
+    def stream(self, call: ModelCall, begun: CallReply) -> AnswerStream:
+        """Return the events of an answer that is streamed.
+
+        Args:
+            begun: The answer without its turns.
+        """
 
     @abstractmethod
     def response_id(self, reply: CallReply) -> str:

@@ -16,6 +16,7 @@ from typing import Any
 
 from verl_ray.agents.contract import Message, ToolSchema
 from verl_ray.agents.gateway.calls import (
+    AnswerStream,
     CallChoice,
     CallReply,
     Event,
@@ -37,6 +38,7 @@ from verl_ray.agents.gateway.conversation import (
     tool,
 )
 from verl_ray.agents.gateway.fields import Fields
+from verl_ray.agents.gateway.streams import Kind, TurnStream
 from verl_ray.errors import CallRefused
 
 MOST_CHOICES = 16
@@ -127,23 +129,9 @@ class ChatProtocol(Protocol):
         head = self._head(reply, "chat.completion")
         return {**head, "choices": choices, "usage": _usage(reply)}
 
-    def events(self, call: ModelCall, reply: CallReply) -> Iterator[Event]:
-        """Yield the events of an answer that is streamed, the last one included."""
-        head = self._head(reply, "chat.completion.chunk")
-        for number, choice in enumerate(reply.choices):
-            for delta in _deltas(served(choice, call.stop)):
-                part = {"index": number, "delta": delta, "finish_reason": None}
-                yield None, {**head, "choices": [part]}
-            last = {
-                "index": number,
-                "delta": {},
-                "finish_reason": _finish_reason(choice),
-                "logprobs": _log_probs(call, choice),
-            }
-            yield None, {**head, "choices": [last]}
-        if call.has_usage_event:
-            yield None, {**head, "choices": [], "usage": _usage(reply)}
-        yield None, "[DONE]"
+    def stream(self, call: ModelCall, begun: CallReply) -> AnswerStream:
+        """Return the events of an answer that is streamed."""
+        return _ChatStream(call, self._head(begun, "chat.completion.chunk"))
 
     def response_id(self, reply: CallReply) -> str:
         """Return the id of an answer."""
@@ -240,15 +228,45 @@ def _written(message: Message) -> dict[str, Any]:
     return written
 
 
-def _deltas(message: Message) -> Iterator[dict[str, Any]]:
-    """Yield the parts of an assistant's message, of which clients make it again."""
-    written = _written(message)
-    yield {"role": written["role"]}
-    for name in ("reasoning", "content"):
-        if written.get(name) is not None:
-            yield {name: written[name]}
-    for number, call in enumerate(written.get("tool_calls", ())):
-        yield {"tool_calls": [{"index": number, **call}]}
+class _ChatStream(TurnStream):
+    """Chunks of a chat completion. Log-probs are in the last chunk of their choice."""
+
+    def __init__(self, call: ModelCall, head: Mapping[str, Any]) -> None:
+        super().__init__(call)
+        self._head = head
+
+    def begin(self) -> Iterator[Event]:
+        """Yield the chunks in front of all turns."""
+        for number in range(self._call.num_choices):
+            yield self._chunk(number, {"role": "assistant"})
+
+    def _part(self, number: int, kind: Kind, text: str) -> Iterator[Event]:
+        yield self._chunk(number, {kind: text})
+
+    def _end_turn(
+        self, number: int, choice: CallChoice, message: Message
+    ) -> Iterator[Event]:
+        written = _written(message)
+        # An empty text is one, too.
+        if written["content"] == "":
+            yield self._chunk(number, {"content": ""})
+        for place, call in enumerate(written.get("tool_calls", ())):
+            yield self._chunk(number, {"tool_calls": [{"index": place, **call}]})
+        yield self._chunk(
+            number,
+            {},
+            finish_reason=_finish_reason(choice),
+            logprobs=_log_probs(self._call, choice),
+        )
+
+    def _end(self, reply: CallReply) -> Iterator[Event]:
+        if self._call.has_usage_event:
+            yield None, {**self._head, "choices": [], "usage": _usage(reply)}
+        yield None, "[DONE]"
+
+    def _chunk(self, number: int, delta: dict[str, Any], **end: Any) -> Event:
+        part = {"index": number, "delta": delta, "finish_reason": None, **end}
+        return None, {**self._head, "choices": [part]}
 
 
 def _log_probs(call: ModelCall, choice: CallChoice) -> dict[str, Any] | None:

@@ -16,7 +16,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from verl_ray.agents.contract import Message
-from verl_ray.agents.gateway.calls import CallReply, Event, ModelCall, Protocol
+from verl_ray.agents.gateway.calls import (
+    AnswerStream,
+    CallReply,
+    Event,
+    ModelCall,
+    Protocol,
+)
 from verl_ray.agents.gateway.conversation import (
     MOST_STOP_TEXTS,
     AssistantTurn,
@@ -33,6 +39,7 @@ from verl_ray.agents.gateway.conversation import (
     tool,
 )
 from verl_ray.agents.gateway.fields import Fields
+from verl_ray.agents.gateway.streams import BlockStream, Kind
 from verl_ray.errors import CallRefused
 
 WITHOUT_EFFECT = frozenset(
@@ -128,29 +135,9 @@ class MessagesProtocol(Protocol):
         blocks = _blocks(served(choice, call.stop))
         return {**self._head(reply), "content": blocks, **_ending(call, reply)}
 
-    def events(self, call: ModelCall, reply: CallReply) -> Iterator[Event]:
-        """Yield the events of an answer that is streamed, the last one included."""
-        (choice,) = reply.choices
-        started: dict[str, Any] = {
-            **self._head(reply),
-            "content": [],
-            "stop_reason": None,
-            "stop_sequence": None,
-        }
-        started["usage"] = {**started["usage"], "output_tokens": 0}
-        events: list[dict[str, Any]] = [{"type": "message_start", "message": started}]
-        for index, block in enumerate(_blocks(served(choice, call.stop))):
-            empty, delta = _begun(block)
-            place = {"index": index}
-            start = {"type": "content_block_start", **place, "content_block": empty}
-            events.append(start)
-            events.append({"type": "content_block_delta", **place, "delta": delta})
-            events.append({"type": "content_block_stop", **place})
-        usage = self._head(reply)["usage"]
-        end = {"type": "message_delta", "delta": _ending(call, reply), "usage": usage}
-        events += [end, {"type": "message_stop"}]
-        for event in events:
-            yield event["type"], event
+    def stream(self, call: ModelCall, begun: CallReply) -> AnswerStream:
+        """Return the events of an answer that is streamed."""
+        return _MessageStream(call, self._head(begun))
 
     def response_id(self, reply: CallReply) -> str:
         """Return the id of an answer."""
@@ -172,10 +159,7 @@ class MessagesProtocol(Protocol):
             "type": "message",
             "role": "assistant",
             "model": reply.model,
-            "usage": {
-                "input_tokens": reply.num_prompt_tokens,
-                "output_tokens": reply.num_sampled_tokens,
-            },
+            "usage": _usage(reply),
         }
 
 
@@ -248,25 +232,71 @@ def _assistant(fields: Fields) -> Message:
 def _blocks(message: Message) -> list[dict[str, Any]]:
     blocks: list[dict[str, Any]] = []
     if "reasoning" in message:
-        thought = message["reasoning"]
-        blocks.append({"type": "thinking", "thinking": thought, "signature": ""})
+        blocks.append(_block("reasoning", message["reasoning"]))
     if message["content"]:
-        blocks.append({"type": "text", "text": message["content"]})
-    for call in message.get("tool_calls", ()):
-        function = call["function"]
-        block = {"type": "tool_use", "id": call["id"], "name": function["name"]}
-        blocks.append({**block, "input": function["arguments"]})
-    return blocks
+        blocks.append(_block("content", message["content"]))
+    return blocks + [_tool_use(call) for call in message.get("tool_calls", ())]
 
 
-def _begun(block: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return a block as it begins, and the delta that makes it whole."""
-    kind = block["type"]
-    if kind == "tool_use":
-        partial = as_json(block["input"])
-        delta = {"type": "input_json_delta", "partial_json": partial}
-        return {**block, "input": {}}, delta
-    return {**block, kind: ""}, {"type": f"{kind}_delta", kind: block[kind]}
+def _block(kind: Kind, text: str) -> dict[str, Any]:
+    if kind == "reasoning":
+        return {"type": "thinking", "thinking": text, "signature": ""}
+    return {"type": "text", "text": text}
+
+
+def _tool_use(call: Mapping[str, Any]) -> dict[str, Any]:
+    function = call["function"]
+    block = {"type": "tool_use", "id": call["id"], "name": function["name"]}
+    return {**block, "input": function["arguments"]}
+
+
+def _usage(reply: CallReply) -> dict[str, int]:
+    return {
+        "input_tokens": reply.num_prompt_tokens,
+        "output_tokens": reply.num_sampled_tokens,
+    }
+
+
+class _MessageStream(BlockStream):
+    """Events of a message."""
+
+    def __init__(self, call: ModelCall, head: Mapping[str, Any]) -> None:
+        super().__init__(call)
+        self._head = head
+
+    def begin(self) -> Iterator[Event]:
+        """Yield the event in front of the turn."""
+        end = {"stop_reason": None, "stop_sequence": None}
+        yield self._event("message_start", message={**self._head, "content": [], **end})
+
+    def _open(self, kind: Kind) -> Iterator[Event]:
+        yield self._at("content_block_start", content_block=_block(kind, ""))
+
+    def _delta(self, kind: Kind, text: str) -> Iterator[Event]:
+        name = _block(kind, "")["type"]
+        delta = {"type": f"{name}_delta", name: text}
+        yield self._at("content_block_delta", delta=delta)
+
+    def _close(self, kind: Kind, text: str) -> Iterator[Event]:
+        yield self._at("content_block_stop")
+
+    def _whole_call(self, call: dict[str, Any]) -> Iterator[Event]:
+        block = _tool_use(call)
+        delta = {"type": "input_json_delta", "partial_json": as_json(block["input"])}
+        yield self._at("content_block_start", content_block={**block, "input": {}})
+        yield self._at("content_block_delta", delta=delta)
+        yield self._at("content_block_stop")
+
+    def _end(self, reply: CallReply) -> Iterator[Event]:
+        delta = _ending(self._call, reply)
+        yield self._event("message_delta", delta=delta, usage=_usage(reply))
+        yield self._event("message_stop")
+
+    def _at(self, kind: str, **fields: Any) -> Event:
+        return self._event(kind, index=self.index, **fields)
+
+    def _event(self, kind: str, **fields: Any) -> Event:
+        return kind, {"type": kind, **fields}
 
 
 def _ending(call: ModelCall, reply: CallReply) -> dict[str, Any]:

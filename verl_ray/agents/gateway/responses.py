@@ -11,11 +11,19 @@ without effect. So is `store`: an episode knows the ids of its own answers in an
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from verl_ray.agents.contract import Message
-from verl_ray.agents.gateway.calls import CallReply, Event, ModelCall, Protocol
+from verl_ray.agents.gateway.calls import (
+    AnswerStream,
+    CallChoice,
+    CallReply,
+    Event,
+    ModelCall,
+    Protocol,
+)
 from verl_ray.agents.gateway.chat import OPENAI_WITHOUT_EFFECT, openai_error
 from verl_ray.agents.gateway.conversation import (
     AssistantTurn,
@@ -32,6 +40,7 @@ from verl_ray.agents.gateway.conversation import (
     tool,
 )
 from verl_ray.agents.gateway.fields import Fields
+from verl_ray.agents.gateway.streams import BlockStream, Kind
 from verl_ray.errors import CallRefused
 
 # A policy writes the items of a turn in this order.
@@ -106,33 +115,22 @@ class ResponsesProtocol(Protocol):
         reason = {"reason": "max_output_tokens"} if is_cut else None
         return {
             **self._head(call, reply),
-            "status": _status(reply),
+            "status": _status(choice),
             "incomplete_details": reason,
-            "output": _items(reply),
+            "output": _items(reply, served(choice)),
             "usage": _usage(reply),
         }
 
-    def events(self, call: ModelCall, reply: CallReply) -> Iterator[Event]:
-        """Yield the events of an answer that is streamed, the last one included."""
+    def stream(self, call: ModelCall, begun: CallReply) -> AnswerStream:
+        """Return the events of an answer that is streamed."""
         started = {
-            **self._head(call, reply),
+            **self._head(call, begun),
             "status": "in_progress",
             "incomplete_details": None,
             "output": [],
             "usage": None,
         }
-        named: list[tuple[str, dict[str, Any]]] = [
-            ("created", {"response": started}),
-            ("in_progress", {"response": started}),
-        ]
-        for index, item in enumerate(_items(reply)):
-            place = {"output_index": index}
-            named += [(name, {**place, **event}) for name, event in _item_events(item)]
-        named.append((_status(reply), {"response": self.whole(call, reply)}))
-
-        for number, (name, event) in enumerate(named):
-            kind = f"response.{name}"
-            yield kind, {"type": kind, "sequence_number": number, **event}
+        return _ResponseStream(call, begun.number, started, partial(self.whole, call))
 
     def response_id(self, reply: CallReply) -> str:
         """Return the id of an answer, which `previous_response_id` may name."""
@@ -224,62 +222,134 @@ def _heard(item: Fields, kind: str, role: str) -> Message:
 # ------------------------------------------------------------------------------ answers
 
 
-def _status(reply: CallReply) -> str:
-    is_cut = reply.choices[0].sampled.action.finish == "length"
-    return "incomplete" if is_cut else "completed"
+def _status(choice: CallChoice) -> str:
+    return "incomplete" if choice.sampled.action.finish == "length" else "completed"
 
 
-def _items(reply: CallReply) -> list[dict[str, Any]]:
+def _items(reply: CallReply, message: Message) -> list[dict[str, Any]]:
     """Return the items of an answer."""
-    message = served(reply.choices[0])
-    status = _status(reply)
+    status = _status(reply.choices[0])
     items: list[dict[str, Any]] = []
     if "reasoning" in message:
-        part = {"type": "reasoning_text", "text": message["reasoning"]}
-        items.append({"type": "reasoning", "summary": [], "content": [part]})
+        items.append(_item("reasoning", message["reasoning"], status))
     # An answer without any item could not be repeated.
     if message["content"] or not (items or "tool_calls" in message):
-        text = {"type": "output_text", "text": message["content"], "annotations": []}
-        role = {"role": "assistant", "status": status}
-        items.append({"type": "message", **role, "content": [text]})
-    for call in message.get("tool_calls", ()):
-        function = call["function"]
-        items.append(
-            {
-                "type": "function_call",
-                "call_id": call["id"],
-                "name": function["name"],
-                "arguments": as_json(function["arguments"]),
-                "status": status,
-            }
-        )
-    return [
-        {"id": f"{_ID_PREFIXES[item['type']]}_{reply.number}_{number}", **item}
-        for number, item in enumerate(items)
-    ]
+        items.append(_item("content", message["content"], status))
+    items += [_call_item(call, status) for call in message.get("tool_calls", ())]
+    return [_with_id(item, reply.number, at) for at, item in enumerate(items)]
 
 
-def _item_events(item: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield the events that make an item, without their numbers."""
-    place = {"item_id": item["id"]}
-    begun = {**item, "status": "in_progress"}
-    if item["type"] == "function_call":
-        arguments = item["arguments"]
-        yield "output_item.added", {"item": {**begun, "arguments": ""}}
-        yield "function_call_arguments.delta", {**place, "delta": arguments}
-        whole = {**place, "name": item["name"], "arguments": arguments}
-        yield "function_call_arguments.done", whole
-    else:
-        (part,) = item["content"]
-        yield "output_item.added", {"item": {**begun, "content": []}}
-        place["content_index"] = 0
-        yield "content_part.added", {**place, "part": {**part, "text": ""}}
-        kind = part["type"]
-        odds: dict[str, Any] = {"logprobs": []} if kind == "output_text" else {}
-        yield f"{kind}.delta", {**place, **odds, "delta": part["text"]}
-        yield f"{kind}.done", {**place, **odds, "text": part["text"]}
-        yield "content_part.done", {**place, "part": part}
-    yield "output_item.done", {"item": item}
+def _item(kind: Kind, text: str, status: str) -> dict[str, Any]:
+    if kind == "reasoning":
+        thought = {"type": "reasoning_text", "text": text}
+        return {"type": "reasoning", "summary": [], "content": [thought]}
+    words = {"type": "output_text", "text": text, "annotations": []}
+    role = {"role": "assistant", "status": status}
+    return {"type": "message", **role, "content": [words]}
+
+
+def _call_item(call: Mapping[str, Any], status: str) -> dict[str, Any]:
+    function = call["function"]
+    return {
+        "type": "function_call",
+        "call_id": call["id"],
+        "name": function["name"],
+        "arguments": as_json(function["arguments"]),
+        "status": status,
+    }
+
+
+def _with_id(item: Mapping[str, Any], number: str, index: int) -> dict[str, Any]:
+    return {"id": f"{_ID_PREFIXES[item['type']]}_{number}_{index}", **item}
+
+
+class _ResponseStream(BlockStream):
+    """Events of a response, which ends with the items that were sent."""
+
+    def __init__(
+        self,
+        call: ModelCall,
+        number: str,
+        started: Mapping[str, Any],
+        whole: Callable[[CallReply], dict[str, Any]],
+    ) -> None:
+        super().__init__(call)
+        self._number = number
+        self._started = started
+        self._whole = whole
+        self._num_events = 0
+        self._items: list[dict[str, Any]] = []
+        self._status = "completed"
+
+    def begin(self) -> Iterator[Event]:
+        """Yield the events in front of the turn."""
+        yield self._event("created", response=self._started)
+        yield self._event("in_progress", response=self._started)
+
+    def _open(self, kind: Kind) -> Iterator[Event]:
+        item = self._made(_item(kind, "", "in_progress"))
+        begun = {**item, "status": "in_progress", "content": []}
+        yield self._at("output_item.added", item=begun)
+        part = item["content"][0]
+        yield self._in(item, "content_part.added", content_index=0, part=part)
+
+    def _delta(self, kind: Kind, text: str) -> Iterator[Event]:
+        yield self._text_event(kind, "delta", delta=text)
+
+    def _close(self, kind: Kind, text: str) -> Iterator[Event]:
+        yield self._text_event(kind, "done", text=text)
+        item = self._made(_item(kind, text, self._status))
+        part = item["content"][0]
+        yield self._in(item, "content_part.done", content_index=0, part=part)
+        yield self._done(item)
+
+    def _whole_call(self, call: dict[str, Any]) -> Iterator[Event]:
+        item = self._made(_call_item(call, self._status))
+        name, arguments = item["name"], item["arguments"]
+        begun = {**item, "status": "in_progress", "arguments": ""}
+        yield self._at("output_item.added", item=begun)
+        kind = "function_call_arguments"
+        yield self._in(item, f"{kind}.delta", delta=arguments)
+        yield self._in(item, f"{kind}.done", name=name, arguments=arguments)
+        yield self._done(item)
+
+    def _end_turn(
+        self, number: int, choice: CallChoice, message: Message
+    ) -> Iterator[Event]:
+        self._status = _status(choice)
+        # An answer without any item could not be repeated.
+        if not (self.index or self._kind or "tool_calls" in message):
+            yield from self._part(number, "content", "")
+        yield from super()._end_turn(number, choice, message)
+
+    def _end(self, reply: CallReply) -> Iterator[Event]:
+        whole = {**self._whole(reply), "output": self._items}
+        yield self._event(self._status, response=whole)
+
+    def _made(self, item: Mapping[str, Any]) -> dict[str, Any]:
+        return _with_id(item, self._number, self.index)
+
+    def _done(self, item: dict[str, Any]) -> Event:
+        self._items.append(item)
+        return self._at("output_item.done", item=item)
+
+    def _text_event(self, kind: Kind, name: str, **fields: Any) -> Event:
+        item = self._made(_item(kind, "", ""))
+        text = item["content"][0]["type"]
+        odds: dict[str, Any] = {"logprobs": []} if kind == "content" else {}
+        return self._in(item, f"{text}.{name}", content_index=0, **odds, **fields)
+
+    def _in(self, item: Mapping[str, Any], name: str, /, **fields: Any) -> Event:
+        return self._at(name, item_id=item["id"], **fields)
+
+    def _at(self, name: str, /, **fields: Any) -> Event:
+        return self._event(name, output_index=self.index, **fields)
+
+    def _event(self, name: str, /, **fields: Any) -> Event:
+        kind = f"response.{name}"
+        number = self._num_events
+        self._num_events += 1
+        return kind, {"type": kind, "sequence_number": number, **fields}
 
 
 def _usage(reply: CallReply) -> dict[str, Any]:

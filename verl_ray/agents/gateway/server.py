@@ -19,7 +19,7 @@ import hmac
 import json
 import secrets
 import traceback
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -28,7 +28,7 @@ from aiohttp import web
 
 from verl_ray.agents.contract import EpisodeTask, Policy
 from verl_ray.agents.episode import Run
-from verl_ray.agents.gateway.calls import ModelCall, Protocol
+from verl_ray.agents.gateway.calls import AnswerStream, Event, ModelCall, Protocol
 from verl_ray.agents.gateway.chat import ChatProtocol
 from verl_ray.agents.gateway.connections import Connection, Connections
 from verl_ray.agents.gateway.launch import Agent, Door
@@ -200,16 +200,10 @@ async def _with_errors(request: web.Request, handler: Handler) -> web.StreamResp
     """Write refusals in the form of the protocol that a request has."""
     try:
         return await handler(request)
-    except web.HTTPException as error:
-        text = f"{request.method} {request.path}: {error.reason}"
-        refusal = CallRefused(text, status=error.status)
-    except CallRefused as error:
-        refusal = error
     except ConnectionError:
         raise
     except Exception as error:
-        traceback.print_exception(error)
-        refusal = CallRefused(f"the turn was not sampled: {error}", status=500)
+        refusal = _refusal(request, error)
     protocol = _MESSAGES if request.path.startswith("/v1/messages") else _CHAT
     response = web.json_response(protocol.error(refusal), status=refusal.status)
     if refusal.status == 429:
@@ -219,6 +213,17 @@ async def _with_errors(request: web.Request, handler: Handler) -> web.StreamResp
         # What else it sends is not read.
         response.force_close()
     return response
+
+
+def _refusal(request: web.Request, error: Exception) -> CallRefused:
+    """Return what a client is told of an error."""
+    if isinstance(error, CallRefused):
+        return error
+    if isinstance(error, web.HTTPException):
+        text = f"{request.method} {request.path}: {error.reason}"
+        return CallRefused(text, status=error.status)
+    traceback.print_exception(error)
+    return CallRefused(f"the turn was not sampled: {error}", status=500)
 
 
 async def _models(request: web.Request, guest: _Guest) -> web.StreamResponse:
@@ -276,37 +281,67 @@ def _calls(protocol: Protocol) -> Served:
 async def _stream(
     request: web.Request, protocol: Protocol, call: ModelCall, answer: Answer
 ) -> web.StreamResponse:
-    """Send an answer as events.
+    """Send an answer as events, while it is sampled.
 
-    It begins with the status as long as the turn takes no time, and then with comments,
-    which clients skip.
+    It begins with the status as long as nothing is known of it, and comments, which
+    clients skip, show that it goes on.
     """
     response = web.StreamResponse(
         headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"}
     )
-    # Ends with the turn, or its refusal.
-    while not answer.reply.done():
-        await asyncio.wait({answer.reply}, timeout=_FIRST_SIGN_S)
-        if not answer.reply.done():
+    growth = answer.growth
+    stream: AnswerStream | None = None
+    num_sent = 0
+    # Ends with the answer, or its refusal, and after what was told of it before.
+    while not answer.reply.done() or (stream and len(growth.parts) > num_sent):
+        parts = growth.after(num_sent)
+        num_sent = len(growth.parts)
+        text = b"" if parts else await _next_sign(answer)
+        if parts and stream is None:
+            stream = protocol.stream(call, growth.begun)
+            text += _written(stream.begin())
+        for part in parts:
+            assert stream is not None, "it was made for the first of them"
+            text += _written(stream.grow(*part))
+        if text:
             if not response.prepared:
                 await response.prepare(request)
-            await response.write(b": the policy is being sampled\n\n")
+            await response.write(text)
     try:
         reply = await asyncio.shield(answer.reply)
-    except CallRefused as refusal:
+    except Exception as error:
         if not response.prepared:
             raise
+        refusal = _refusal(request, error)
         await response.write(_event("error", protocol.error(refusal)))
         await response.write_eof()
         return response
 
+    text = b""
+    if stream is None:
+        stream = protocol.stream(call, growth.begun)
+        text += _written(stream.begin())
+    text += _written(stream.end(reply))
     if not response.prepared:
         await response.prepare(request)
-    for name, data in protocol.events(call, reply):
-        await response.write(_event(name, data))
+    await response.write(text)
     await response.write_eof()
     answer.was_delivered = True
     return response
+
+
+async def _next_sign(answer: Answer) -> bytes:
+    """Wait for more of an answer; return a comment if none comes for a while."""
+    events: set[asyncio.Future[Any]] = {answer.reply, answer.growth.news}
+    done, _ = await asyncio.wait(
+        events, timeout=_FIRST_SIGN_S, return_when=asyncio.FIRST_COMPLETED
+    )
+    return b"" if done else b": the policy is being sampled\n\n"
+
+
+def _written(events: Iterator[Event]) -> bytes:
+    """Return server-sent events."""
+    return b"".join(_event(name, data) for name, data in events)
 
 
 def _event(name: str | None, data: Mapping[str, Any] | str) -> bytes:

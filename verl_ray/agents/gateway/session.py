@@ -13,7 +13,8 @@ import hashlib
 import time
 import uuid
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 from verl_ray.agents.contract import (
@@ -28,6 +29,7 @@ from verl_ray.agents.gateway.calls import CallChoice, CallReply, ModelCall, Prot
 from verl_ray.agents.gateway.conversation import in_order, served
 from verl_ray.agents.gateway.echoes import Digest, Echoes
 from verl_ray.agents.gateway.launch import Door, Launch
+from verl_ray.agents.gateway.streams import Growth
 from verl_ray.agents.policy import EpisodePolicy, NoPlace
 from verl_ray.agents.returned import number_of
 from verl_ray.agents.template import TextTooLong
@@ -53,12 +55,14 @@ class Answer:
 
     Attributes:
         reply: The task that makes it.
+        growth: What is known of it before; of one that is streamed alone.
         turns: Its turns, once they are sampled.
         was_delivered: Whether a client has all of it.
         num_waiting: Requests that wait for it.
     """
 
     reply: asyncio.Task[CallReply]
+    growth: Growth
     turns: list[SampledTurn]
     was_delivered: bool = False
     num_waiting: int = 0
@@ -102,6 +106,7 @@ class AgentSession:
     _num_waiting: int = 0
     _silent_since_s: float = 0.0
     _num_other_terms: int = 0
+    _num_broken: int = 0
     _num_refusals: int = 0
     _was_refused: asyncio.Event = field(default_factory=asyncio.Event)
     _last_limit: End | None = None
@@ -127,8 +132,9 @@ class AgentSession:
         answer = _answer_again(answers, is_retry)
         if answer is None:
             turns: list[SampledTurn] = []
-            reply = asyncio.create_task(self._reply(protocol, call, turns))
-            answer = Answer(reply, turns)
+            growth = Growth(self._begun())
+            reply = asyncio.create_task(self._reply(protocol, call, growth, turns))
+            answer = Answer(reply, growth, turns)
             answers.append(answer)
             made = answer
 
@@ -147,25 +153,46 @@ class AgentSession:
             self._num_waiting -= 1
             self._silent_since_s = self.policy.clock.now()
 
+    def _begun(self) -> CallReply:
+        return CallReply(
+            number=uuid.uuid4().hex,
+            model=self.policy.terms.model,
+            created=int(time.time()),
+            num_prompt_tokens=0,
+            choices=(),
+        )
+
     async def _reply(
-        self, protocol: Protocol, call: ModelCall, turns: list[SampledTurn]
+        self,
+        protocol: Protocol,
+        call: ModelCall,
+        growth: Growth,
+        turns: list[SampledTurn],
     ) -> CallReply:
-        """Return the answer to a call, whose turns are added to a list."""
+        """Return the answer to a call, whose turns are added to a list.
+
+        Args:
+            growth: What is told of the turns while they are sampled, for a stream.
+        """
         self._check_terms(call)
         recalled = self._echoes.recall(self._conversation(call))
 
-        async def turn() -> tuple[SampledTurn, int]:
+        async def turn(number: int) -> tuple[SampledTurn, int]:
             return await self.policy.answer(
                 recalled.own,
                 call.tools,
                 stop=call.stop,
                 max_tokens=call.max_tokens,
                 constraint=call.constraint,
+                listened=partial(growth.listener, number) if call.is_stream else None,
             )
 
         try:
             async with asyncio.TaskGroup() as group:
-                tasks = [group.create_task(turn()) for _ in range(call.num_choices)]
+                tasks = [
+                    group.create_task(turn(number))
+                    for number in range(call.num_choices)
+                ]
         except BaseExceptionGroup as errors:
             raise self._refusal(errors.exceptions[0]) from None
         turns += [task.result()[0] for task in tasks]
@@ -174,19 +201,32 @@ class AgentSession:
         self._num_refusals = 0
         choices = [self._choice(call, each.sampled) for each in turns]
         answers = [served(choice, call.stop) for choice in choices]
-        for choice, answer in zip(choices, answers, strict=True):
-            self._echoes.record(recalled, answer, message_of(choice.sampled.action))
+        for number, (choice, answer) in enumerate(zip(choices, answers, strict=True)):
+            own = message_of(choice.sampled.action)
+            self._echoes.record(recalled, answer, own)
+            shown = growth.as_shown(number, answer)
+            if shown != answer:
+                self._echoes.record(recalled, shown, own)
+                self._count_broken()
 
-        reply = CallReply(
-            number=uuid.uuid4().hex,
-            model=self.policy.terms.model,
-            created=int(time.time()),
-            num_prompt_tokens=tasks[0].result()[1],
-            choices=choices,
+        num_prompt_tokens = tasks[0].result()[1]
+        reply = replace(
+            growth.begun, num_prompt_tokens=num_prompt_tokens, choices=choices
         )
         link = _Link(recalled.digest, call.num_instructions, answers[0])
         self._links[protocol.response_id(reply)] = link
         return reply
+
+    def _count_broken(self) -> None:
+        """Count a turn of which what was streamed is not the beginning."""
+        self._num_broken += 1
+        self.policy.record(broken_streams=float(self._num_broken))
+        self.policy.tell(
+            "a streamed turn has shown words with which the whole turn does not begin,"
+            " and what follows them was not sent: it ends a thought that nothing has"
+            " begun, or vLLM's parser (agent.tool_parser) streams words that it leaves"
+            " out in the end; episode/world/broken_streams counts such turns"
+        )
 
     def num_tokens(self, call: ModelCall) -> int:
         """Return how many tokens the prompt of a call has."""
