@@ -38,6 +38,9 @@ _INSTALLED = (
 )
 """Beginnings of the names of files that are hardly the user's own."""
 
+_LIBRARY = re.compile(r"/(site|dist)-packages/|/lib/python3\.\d+/")
+"""Parts of the names of such files of any Python, that of a command included."""
+
 # Frames of an import, which mean nothing to the user.
 _IMPORT_FRAMES = (__file__, "<frozen", importlib.__file__)
 
@@ -137,11 +140,44 @@ def short_traceback(
 
 
 def _is_installed(frame: traceback.FrameSummary) -> bool:
-    return frame.filename.startswith(_INSTALLED)
+    return _is_of_a_library(frame.filename)
+
+
+def _is_of_a_library(path: str) -> bool:
+    """Return whether a file is hardly the user's own, in any Python's folders."""
+    return path.startswith(_INSTALLED) or _LIBRARY.search(path) is not None
+
+
+def shortened(text: str, limit: int) -> str:
+    """Return the text of a traceback without frames in its middle, which are marked.
+
+    The last frame of the user's own code stays.
+
+    Args:
+        limit: Most characters behind the mark.
+    """
+    head, _, rest = text.partition("\n")
+    if len(rest) <= limit:
+        return text
+    # A message that is longer than all has no frame here.
+    tail = rest[-limit:]
+    frame = re.search("^  File ", tail, re.M)
+    tail = tail[frame.start() :] if frame else tail
+    omitted = rest.removesuffix(tail)
+    frames = re.findall(r'^  File "[^"]+", line .*\n(?:    .*\n)*', omitted, re.M)
+    own = [each for each in frames if _own_places(each)]
+    shown = own[-1] if own and not _own_places(tail) else ""
+    return f"{head}\n{shown}  ...\n{tail}"
+
+
+def _own_places(detail: str) -> list[tuple[str, str]]:
+    return [each for each in places_in(detail) if not _is_of_a_library(each[0])]
 
 
 def last_cause(detail: str) -> str:
     """Return a failed score's detail in one line, with the place of a raised error.
+
+    It is the innermost one of the user's own code, if there is any.
 
     Args:
         detail: A sentence, or the text of tracebacks, of which each is a cause.
@@ -164,5 +200,5 @@ def _cause(part: str) -> str:
     last = max(n for n, line in enumerate(lines) if line.startswith("  File "))
     message = [*dropwhile(lambda line: line.startswith("    "), lines[last + 1 :])]
     words = " ".join(" ".join(message or lines[-1:]).split())
-    path, line = places[-1]
+    path, line = (_own_places(part) or places)[-1]
     return f"{words} ({path}, line {line})"

@@ -23,6 +23,7 @@ import tempfile
 from collections.abc import Coroutine, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from math import isfinite
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -52,6 +53,7 @@ from verl_ray.agents.episode import (
     Run,
     run_episode,
 )
+from verl_ray.agents.gateway.launch import Agent, Door, Launch, Payer
 from verl_ray.agents.loop_watch import CodePlace, LoopWatch
 from verl_ray.agents.models import KEY as MODELS_KEY
 from verl_ray.agents.models import ChatSettings, provide
@@ -102,6 +104,13 @@ _OWN_FRAME = re.compile(rf'^  File "{re.escape(__file__)}", .*\n(?:    .*\n)*', 
 _SLOW_S = 1.0
 """Seconds for which code may hold the event loop before it is named, as in a run."""
 
+_LIMITS = {
+    End.CONTEXT_OVERFLOW: "--context",
+    End.MAX_TOKENS: "--context",
+    End.MAX_TURNS: "--max-turns",
+}
+"""End of an episode -> the option that has brought it about."""
+
 _MODELS = f"{MODELS_KEY}."
 
 _MARK, _UNMARK = "\x1b[1;32m", "\x1b[0m"
@@ -141,7 +150,11 @@ def main(argv: list[str]) -> int:
     if problems:
         raise ConfigError(problems)
     provide(models)
-    environment = _environment(arguments, options)
+    loaded = _environment(arguments, options)
+    launch = None
+    if isinstance(loaded, Agent):
+        launch = NotedLaunch(loaded.launch)
+        loaded = Agent(launch)
     task = _task(arguments)
 
     option = "--tokenizer" if arguments.model is None else "--model"
@@ -154,7 +167,7 @@ def main(argv: list[str]) -> int:
         renderer = Renderer(tokenizer)
         with _sampler(arguments, tokenizer, renderer) as sampler:
             course = run_episode(
-                shown(environment),
+                shown(runnable(loaded)),
                 task,
                 arguments.seed,
                 ShownSampler(sampler, screen),
@@ -162,7 +175,8 @@ def main(argv: list[str]) -> int:
                 limits,
             )
             episode = asyncio.run(_watched(course))
-        screen.show_end(episode)
+        is_graded = launch is not None and launch.leaves_score
+        screen.show_end(episode, is_graded=is_graded)
         if episode.end is End.ENVIRONMENT_FAILED and not episode.num_turns:
             screen.show(_what_it_has(task))
     return 1 if episode.end is End.ENVIRONMENT_FAILED else 0
@@ -171,12 +185,17 @@ def main(argv: list[str]) -> int:
 async def _watched(course: Coroutine[Any, Any, Episode]) -> Episode:
     """Run an episode, and print which code of the environment holds its event loop."""
 
-    def name(place: CodePlace, seconds: float) -> None:
+    def name(place: CodePlace, seconds: float | None = None) -> None:
         # What waits for whoever types is no code of the environment.
-        if Path(place.path).parent != Path(__file__).parent:
-            print(f"--- {place} held the event loop for {seconds:.1f} s", flush=True)
+        if Path(place.path).parent == Path(__file__).parent:
+            return
+        if seconds is None:
+            held = f"holds the event loop, and nothing goes on. {place.remedy}"
+        else:
+            held = f"held the event loop for {seconds:.1f} s"
+        print(f"--- {place} {held}", flush=True)
 
-    LoopWatch(_SLOW_S, name)
+    LoopWatch(_SLOW_S, name, while_held=name)
     return await asyncio.create_task(course)
 
 
@@ -309,7 +328,7 @@ def _problems(arguments: argparse.Namespace) -> Iterator[Problem]:
 
 def _environment(
     arguments: argparse.Namespace, options: Mapping[str, Any]
-) -> EnvironmentFactory | Run:
+) -> EnvironmentFactory | Run | Agent:
     """Return the environment, or the agent, of the command line.
 
     Raises:
@@ -319,7 +338,7 @@ def _environment(
         spec, key = _spec(arguments.env), "ENV"
     else:
         spec, key = environment_here(agent_spec(arguments.agent)), "--agent"
-    return runnable(load_environment(spec, options, key))
+    return load_environment(spec, options, key)
 
 
 def agent_spec(agent: str) -> str:
@@ -450,6 +469,31 @@ def _tokenizer(option: str, folder: str | None) -> Iterator[PreTrainedTokenizerB
 
 
 @dataclass
+class NotedLaunch:
+    """An agent of which it is noted whether it names a reward.
+
+    Attributes:
+        launch: How it is started.
+        leaves_score: Whether it has ended, and leaves its score to the graders.
+    """
+
+    launch: Launch
+    leaves_score: bool = False
+
+    @property
+    def reward(self) -> Payer:
+        """The one who says what an episode is worth."""
+        return self.launch.reward
+
+    async def __call__(self, task: EpisodeTask, door: Door) -> float | None:
+        """Run the agent; see `Launch`."""
+        reward = await self.launch(task, door)
+        may_leave = self.reward in ("grader", "function")
+        self.leaves_score = reward is None and may_leave
+        return reward
+
+
+@dataclass
 class Screen:
     """The terminal, on which tokens of the policy are marked."""
 
@@ -473,9 +517,20 @@ class Screen:
         number = f"{len(tokens)} token{'s' * (len(tokens) != 1)}"
         print(f"{marked}  <- {number} of the policy", flush=True)
 
-    def show_end(self, episode: Episode) -> None:
-        """Print how an episode ended, and its rows."""
-        self.show(f"--- {episode.end.value}, score {episode.score:g}")
+    def show_end(self, episode: Episode, *, is_graded: bool) -> None:
+        """Print how an episode ended, and its rows.
+
+        Args:
+            is_graded: Whether its score would be that of a grader of the run.
+        """
+        score = f"score {episode.score:g}"
+        if is_graded:
+            score = "without a score: the agent names none, and a grader of a run would"
+        limit = _LIMITS.get(episode.end)
+        by = f" (by {limit})" if limit else ""
+        self.show(f"--- {episode.end.value}{by}, {score}")
+        if is_graded and _ends_with_number(episode.output):
+            self.show("the last line of its stdout is a number: reward=stdout takes it")
         if episode.output:
             self.show(f"--- printed\n{episode.output}")
         if episode.detail:
@@ -493,6 +548,16 @@ class Screen:
 
     def _text(self, tokens: Sequence[int]) -> str:
         return str(self.tokenizer.decode(list(tokens), skip_special_tokens=False))
+
+
+def _ends_with_number(output: str) -> bool:
+    """Return whether the last line of the stdout of a command is a number."""
+    _, _, printed = output.partition("--- stdout\n")
+    lines = printed.partition("\n--- stderr\n")[0].split()
+    try:
+        return bool(lines) and isfinite(float(lines[-1]))
+    except ValueError:
+        return False
 
 
 def _printable(text: str, also: str = "") -> str:

@@ -506,7 +506,7 @@ def test_an_agent_is_a_command_or_a_function(tmp_path: Path) -> None:
     options: dict[str, Any] = {"client": "anthropic", "size": 7}
     loaded = load_environment(f"{file}:run", options, KEY)
     assert isinstance(loaded, Agent) and isinstance(loaded.launch, AgentFunction)
-    assert (loaded.launch.client, loaded.launch.reward) == ("anthropic", "grader")
+    assert (loaded.launch.client, loaded.launch.reward) == ("anthropic", "function")
     assert asyncio.run(loaded.launch.run(EpisodeTask([]), "", "")) == 7  # type: ignore[arg-type]
 
     words = command_spec(f"python {file} --fast")

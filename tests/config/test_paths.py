@@ -149,12 +149,12 @@ def test_a_function_with_arguments_is_a_table_whose_paths_are_absolute(
             "reward.functions.sums is exact_match and has nothing inside",
         ),
         (
-            "agent.environments.sums={comand: python a.py}",
-            "the table names neither a function nor a command",
+            "agent.environments.sums={cmd: python a.py}",
+            "the table names neither a function nor a command; did you mean command by cmd?",
         ),
         (
             "agent.environments.sums={command: [python, a.py]}",
-            "the table names neither a function nor a command",
+            "the table names neither a function nor a command: its command is no text",
         ),
         (
             "agent.environments.sums={command: a, function: a.py:run}",

@@ -67,6 +67,14 @@ class Slow(Echo):
         time.sleep(self.seconds)
         return await super().step(action)
 
+async def asks(task, base_url, api_key):
+    import openai
+    # Longer than it takes to make a client.
+    time.sleep(0.1)
+    async with openai.AsyncOpenAI(base_url=base_url, api_key=api_key) as client:
+        await client.chat.completions.create(model="m", messages=task.messages)
+    return 1.0
+
 class InThread(Slow):
     def step(self, action):
         time.sleep(self.seconds)
@@ -387,10 +395,12 @@ def test_how_long_an_environment_holds_its_loop_is_measured(
     file = tmp_path / "environments.py"
     other = f"agent.environments.other={{function: {file}:InThread, seconds: 0.1}}"
     default = f"agent.environments.default={{function: {file}:Slow, seconds: 0.1}}"
-    trials = tried(tmp_path, model, {"other": "Slow", "default": "Slow"}, other, default)  # fmt: skip
-    lines = [line for line in trials.lines if "held" in line]
-    assert len(lines) == 1 and lines[0].startswith("  it held the event loop for 0.1")
-    assert lines[0].endswith(f" s at most, in Slow.step ({file})")
+    named = {"other": "Slow", "default": "Slow", "asks": "asks"}
+    trials = tried(tmp_path, model, named, other, default)
+    assert not trials.problems
+    slow, _ = (line for line in trials.lines if "held" in line)
+    assert slow.startswith("  it held the event loop for 0.1")
+    assert slow.endswith(f" s at most, in Slow.step ({file})")
     (warning,) = trials.warnings
     assert "Slow.step" in warning and "128 episodes of a process at once" in warning
     assert "would wait 1" in warning
@@ -421,6 +431,32 @@ def test_an_environment_that_is_stuck_is_killed(
     monkeypatch.setattr(environment_trial, "DEADLINE_S", 1.0)
     (problem,) = tried(tmp_path, model, {"default": "Stuck"}).problems
     assert problem.rule.startswith("its process took longer than 1 s, in ")
+
+
+@pytest.mark.slow
+def test_an_agent_that_waits_for_itself_is_named_while_it_does(
+    tmp_path: Path,
+    model: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(environment_trial, "DEADLINE_S", 30.0)
+    agent = tmp_path / "agent.py"
+    agent.write_text(
+        "import openai\n"
+        "async def run(task, base_url, api_key):\n"
+        "    client = openai.OpenAI(base_url=base_url, api_key=api_key)\n"
+        "    client.chat.completions.create(model='m', messages=task.messages)\n"
+    )
+    named = f"agent.environments.default={agent}:run"
+    (problem,) = tried(tmp_path, model, {"default": "Echo"}, named).problems
+    place = f"{agent}, line 4, in run"
+    assert problem.rule == (
+        "its process took longer than 30 s, in an episode in which"
+        f" {place} holds the event loop"
+    )
+    err = capfd.readouterr().err
+    assert f"warning: {place} holds the event loop, and nothing goes on. Ask by" in err
 
 
 def test_check_names_an_environment_that_is_not_there(

@@ -10,6 +10,7 @@ import sys
 import tempfile
 import threading
 import time
+import urllib.request
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, ClassVar
@@ -143,6 +144,12 @@ class Stuck(Counting):
         if task.extra.get("stuck"):
             time.sleep(3600)
         return await super().reset(task, seed)
+
+
+async def blocks(task: EpisodeTask, base_url: str, api_key: str) -> None:
+    """Ask as a client without async does, which holds the loop that would answer."""
+    url = f"{base_url}/models"
+    urllib.request.urlopen(url)
 
 
 class Slow(Counting):

@@ -563,6 +563,22 @@ def test_who_holds_the_loop_for_a_second_is_named_once(
     assert "Make the method synchronous" in warning
 
 
+def test_an_agent_that_waits_for_itself_is_named_while_it_does(
+    start_pool: Callable[..., EpisodePool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Long before its process is lost, and with what an agent can do about it."""
+    monkeypatch.setattr(episodes_module, "LONG_S", 1.5)
+    pool = start_pool("blocks", stall_s=60.0)
+    stream = pool.run(requests(1))
+    (warning,) = counts_once(pool, lambda counts: counts.warnings).warnings
+    assert warning.startswith(
+        f"{ENVIRONMENTS}, line {line_of('urllib.request.urlopen(url)')}, in blocks has"
+        " held the event loop of its process for 1.5 s and more"
+    )
+    assert "Ask by AsyncOpenAI" in warning
+    stream.close()
+
+
 def test_a_process_in_which_calls_hang_is_replaced(
     start_pool: Callable[..., EpisodePool], monkeypatch: pytest.MonkeyPatch
 ) -> None:

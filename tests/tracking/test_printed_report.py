@@ -83,8 +83,12 @@ def test_a_name_is_broken_at_its_slashes_and_numbers_never() -> None:
 
 def test_rows_that_say_nothing_are_left_out() -> None:
     counts = {"val-aux/num_prompts": 16.0, "val-aux/failed_scores": 0.0}
-    text = shown(before=HeldOut(0, counts), after=HeldOut(2, {SUMS: 1.0, **counts}))
+    ends = [f"val-aux/sums/episode/ends/{end}" for end in ("aborted", "max_turns")]
+    before = HeldOut(0, counts | dict.fromkeys(ends, 0.0))
+    after = HeldOut(2, {SUMS: 1.0, **counts, ends[0]: 0.0, ends[1]: 0.25})
+    text = shown(before=before, after=after)
     assert "num_prompts" not in text and "failed_scores" not in text
+    assert "aborted" not in text and "max_turns" in text
     failed = shown(after=HeldOut(2, counts | {"val-aux/failed_scores": 3.0}))
     assert "failed_scores" in failed
 

@@ -422,6 +422,18 @@ def _type_hints(target: Callable[..., object]) -> dict[str, Any]:
         return {}
 
 
+def _fix_of(name: str, value: object, hint: Any) -> str:
+    """Return what to write in place of a value that is not of the type of a hint."""
+    origin, names = typing.get_origin(hint), typing.get_args(hint)
+    if origin is typing.Literal and isinstance(value, str):
+        return did_you_mean(value, [*map(str, names)], name)
+    # Not every origin, such as that of a union, is a class.
+    is_list = isinstance(origin, type) and issubclass(origin, Sequence)
+    if is_list and isinstance(value, str):
+        return f"Write {name}=[{value}]."
+    return "Give it what its type hint says."
+
+
 def _converted(
     name: str, value: object, hint: Any, refused: Callable[[str, str], ConfigError]
 ) -> object:
@@ -442,7 +454,7 @@ def _converted(
         reason = error.errors()[0]
         place = ".".join(map(str, (name, *reason["loc"])))
         rule = f"does not take the option {name}={value!r} ({place}: {reason['msg']})"
-        raise refused(rule, "Give it what its type hint says.") from None
+        raise refused(rule, _fix_of(name, value, hint)) from None
     # A type that pydantic does not know is for the user's code to look at.
     except (PydanticUserError, NameError):
         return value

@@ -106,7 +106,8 @@ class AgentConfig(Section):
     tool_timeout_s: PositiveFloat
     """Longest time of one call of a tool or an environment."""
     turn_timeout_s: PositiveFloat
-    """Longest time of a turn of the model with what the environment makes of it."""
+    """Longest time of a turn of the model with what the environment makes of it, and
+    for which an agent of a user's own may ask nothing."""
     episode_timeout_s: PositiveFloat
     """Longest time of an episode."""
     processes_per_replica: Positive

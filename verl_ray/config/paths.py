@@ -29,6 +29,7 @@ from verl_ray.settings.function_specs import (
     spec_of,
 )
 from verl_ray.settings.hub_ids import is_hub_id
+from verl_ray.suggest import closest
 
 UNKNOWN_PART = "unknown_part"
 """Type of the error about a path or a function that has no meaning here."""
@@ -144,6 +145,12 @@ def environment_text(value: object) -> object:
         rule = f"the table names neither a {NAME} nor a {COMMAND}"
         if names:
             rule = f"the table names a {NAME} and a {COMMAND}"
+        for key in arguments if not names else ():
+            if key in (NAME, COMMAND):
+                rule += f": its {key} is no text"
+                break
+            for near in closest(key, (NAME, COMMAND), 1):
+                rule += f"; did you mean {near} by {key}?"
         raise _unknown_table(rule, f"{{{COMMAND}: PROGRAM, OPTION: VALUE}}")
     name = str(arguments.pop(names[0]))
     return spec_of(name if names == [NAME] else command_spec(name), arguments)

@@ -18,6 +18,7 @@ import ast
 import asyncio
 import importlib.util
 import socket
+import sys
 from collections.abc import Coroutine, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, replace
@@ -38,7 +39,12 @@ from verl_ray.agents.episode import (
     run_episode,
 )
 from verl_ray.agents.gateway.launch import Agent, AgentCommand
-from verl_ray.agents.loop_watch import CodePlace, LoopWatch
+from verl_ray.agents.loop_watch import (
+    AGENT_REMEDY,
+    METHOD_REMEDY,
+    CodePlace,
+    LoopWatch,
+)
 from verl_ray.agents.models import ChatModel, ChatSettings, provide
 from verl_ray.agents.scripted import ScriptedSampler, read_words, turn_end
 from verl_ray.agents.specs import KEY, load_environment, runnable
@@ -78,6 +84,9 @@ _SLOW_S = 0.03
 
 _LONG_S = 4.0
 """Seconds that the episodes of a process may wait for each other without a warning."""
+
+_LONG_CALL_S = 1.0
+"""Seconds for which an agent's function may hold the loop without a warning."""
 
 OWN_ANSWER = "the record's own answer"
 NOTHING = "texts that say nothing"
@@ -511,12 +520,14 @@ def _report_holding(
     again = {each: sorted(times)[-2] for each, times in held.items() if times[1:]}
     place = max(again, key=lambda each: again[each], default="")
     seconds = again.get(place, 0.0) * agent.episodes_per_process
-    if seconds >= _LONG_S:
+    # An agent makes a client, which takes some hundredths of a second.
+    least_s = _LONG_CALL_S if outcome["is_agent"] else 0.0
+    remedy = AGENT_REMEDY if outcome["is_agent"] else METHOD_REMEDY
+    if seconds >= _LONG_S and again[place] >= least_s:
         trials.warnings.append(
             f"{key}={spec}: {place} holds the event loop for {again[place]:.2f} s;"
             f" {agent.episodes_per_process} episodes of a process at once would wait"
-            f" {seconds:.0f} s for each other. Make the method synchronous (def without"
-            " async), which then runs in a thread, or await what takes long"
+            f" {seconds:.0f} s for each other. {remedy}"
         )
 
 
@@ -606,7 +617,7 @@ def _tried(request: dict[str, Any], tell: Tell) -> dict[str, Any]:
         course = run_episode(
             environment, task, seed, sampler, renderer, start.limits, terms=terms
         )
-        episode = asyncio.run(_watched(course, held))
+        episode = asyncio.run(_watched(course, held, tell))
         openings += [call.tokens for call in sampler.calls[:1]]
         offered = sampler.calls[0].tools if sampler.calls else ()
         tools = [tool["function"]["name"] for tool in offered]
@@ -638,14 +649,22 @@ def _payer(loaded: object) -> str:
 
 
 async def _watched(
-    course: Coroutine[Any, Any, Episode], held: dict[str, list[float]]
+    course: Coroutine[Any, Any, Episode], held: dict[str, list[float]], tell: Tell
 ) -> Episode:
-    """Run an episode; add the seconds for which functions hold its event loop."""
+    """Run an episode; add the seconds for which functions hold its event loop.
+
+    One that may hold it for good is named at once, and is the last that is told.
+    """
 
     def note(place: CodePlace, seconds: float) -> None:
         held.setdefault(f"{place.function} ({place.path})", []).append(seconds)
 
-    LoopWatch(_SLOW_S, note)
+    def name(place: CodePlace) -> None:
+        text = f"{place} holds the event loop, and nothing goes on. {place.remedy}"
+        print(f"warning: {text}", file=sys.stderr, flush=True)
+        tell(f"an episode in which {place} holds the event loop", {})
+
+    LoopWatch(_SLOW_S, note, while_held=name)
     return await asyncio.create_task(course)
 
 

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 from pathlib import Path
 
+from verl_ray.agents.loop_watch import CodePlace, place_in_note
 from verl_ray.processes.child import ChildProcess
 from verl_ray.processes.frames import READ_BYTES, Frame, FrameReader
 from verl_ray.profiling.memory import GIB, tree_pss_bytes
@@ -55,14 +56,9 @@ class EpisodeProcess:
         assert self._child is not None
         return await asyncio.to_thread(tree_pss_bytes, self._child.pid) / GIB
 
-    def holder(self) -> str:
-        """Return which code of the user holds the event loop now; empty if unknown."""
-        if self.note is None:
-            return ""
-        try:
-            return self.note.read_text()
-        except FileNotFoundError:
-            return ""
+    def holder(self) -> CodePlace | None:
+        """Return which code of the user holds the event loop now, if that is known."""
+        return None if self.note is None else place_in_note(self.note)
 
     async def end(self) -> str:
         """End the process with all that it started, and wait until it is gone.

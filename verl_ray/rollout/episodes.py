@@ -29,6 +29,7 @@ from verl_ray.agents.contract import (
     Episode,
     EpisodeEnded,
 )
+from verl_ray.agents.loop_watch import LONG_S, CodePlace
 from verl_ray.agents.wire import (
     EpisodeStart,
     episode_of,
@@ -440,18 +441,22 @@ class EpisodePool:
         self.note(EpisodeCounts(lost_processes=1, run_again=again))
         return again
 
-    def name_who_held(
-        self, path: str, line: int, function: str, seconds: float
-    ) -> None:
-        """Say once of each function that it has held an event loop."""
-        if (path, function) in self._named:
+    def name_holder(self, place: CodePlace, seconds: float | None = None) -> None:
+        """Say once of each function that it has held an event loop, or holds it now.
+
+        Args:
+            place: Its line.
+            seconds: For how long it has; None while it does.
+        """
+        if (place.path, place.function) in self._named:
             return
-        self._named.add((path, function))
+        self._named.add((place.path, place.function))
+        if seconds is None:
+            what = f"has held the event loop of its process for {LONG_S:g} s and more"
+        else:
+            what = f"held the event loop of its process for {seconds:.1f} s"
         self.warn(
-            f"{path}, line {line}, in {function} held the event loop of its process for"
-            f" {seconds:.1f} s, and all other episodes of it meanwhile. Make the method"
-            " synchronous (def without async), which then runs in a thread, or await"
-            " what takes long"
+            f"{place} {what}, and all other episodes of it meanwhile. {place.remedy}"
         )
 
     def say(self, text: str) -> None:
@@ -605,7 +610,7 @@ class _Process:
         try:
             while True:
                 async with asyncio.timeout(self.pool.stall_s):
-                    messages = await self.process.receive()
+                    messages = await self._receive()
                 for message in messages:
                     self._take(message)
         except (EOFError, ConnectionError):
@@ -618,6 +623,16 @@ class _Process:
             holder = self.process.holder()
             by = f" by {holder}" if holder else ""
             self.pool.lose(self, f"its event loop was held for {stall_s:g} s{by}")
+
+    async def _receive(self) -> list[Frame]:
+        """Wait for frames; meanwhile name a user's code that holds the event loop."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(LONG_S):
+                return await self.process.receive()
+        holder = self.process.holder()
+        if holder is not None:
+            self.pool.name_holder(holder)
+        return await self.process.receive()
 
     @property
     def is_empty(self) -> bool:
@@ -671,7 +686,8 @@ class _Process:
             if most_gib is not None and self.has_run and self._weighing is None:
                 self._weighing = asyncio.create_task(self._weigh(most_gib))
         elif message.kind == "held":
-            self.pool.name_who_held(**fields)
+            seconds = fields.pop("seconds")
+            self.pool.name_holder(CodePlace(**fields), seconds)
         elif message.kind == "told":
             self.pool.say(fields["text"])
         elif message.kind == "give_up":

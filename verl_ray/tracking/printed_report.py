@@ -188,9 +188,12 @@ def _ordered(sides: Iterable[HeldOut]) -> list[str]:
 
 
 def _is_trivial(name: str, values: Sequence[float | None]) -> bool:
-    """Return whether a metric says nothing: no failure, or the same count twice."""
+    """Return whether a metric says nothing.
+
+    There is no failure, no episode ended so, or the same count stands twice.
+    """
     kind = name.rpartition("/")[2]
-    if kind == "failed_scores":
+    if kind == "failed_scores" or name.endswith(f"/episode/ends/{kind}"):
         return not any(values)
     return kind in _COUNTS and len(values) == 2 and values[0] == values[1]
 

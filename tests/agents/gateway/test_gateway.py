@@ -12,7 +12,7 @@ import time
 from collections import defaultdict
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import aiohttp
 import anthropic
@@ -33,7 +33,7 @@ from verl_ray.agents.contract import (
 )
 from verl_ray.agents.episode import run_episode
 from verl_ray.agents.gateway import connections
-from verl_ray.agents.gateway.launch import Agent, AgentFailed, Door
+from verl_ray.agents.gateway.launch import Agent, AgentFailed, Door, Payer
 from verl_ray.agents.gateway.server import gateway_here, run_of
 from verl_ray.agents.policy import Limits
 from verl_ray.agents.template import Renderer
@@ -131,7 +131,7 @@ class Started:
     """An agent that is a coroutine function of a test."""
 
     agent: Callable[[Door], Awaitable[float | None]]
-    reward: Literal["grader", "post", "stdout"] = "grader"
+    reward: Payer = "grader"
 
     async def __call__(self, task: EpisodeTask, door: Door) -> float | None:
         try:
@@ -146,7 +146,7 @@ def play(
     text: Callable[[str, int], str] = lambda prompt, _: "Yes.",
     bounds: Limits = WIDE,
     *,
-    reward: Literal["grader", "post", "stdout"] = "grader",
+    reward: Payer = "grader",
     delay_s: Callable[[str], float] = lambda _: 0.0,
     num_together: int = 0,
     told: Callable[[Listener], Awaitable[None]] | None = None,
@@ -775,6 +775,13 @@ def test_a_reward_is_posted_once() -> None:
     async def silent(door: Door) -> None:
         await chat(door).chat.completions.create(model="m", messages=TASK.messages)  # type: ignore[arg-type]
 
+    async def returns(door: Door) -> None:
+        await silent(door)
+        with pytest.raises(openai.BadRequestError, match="returned by its function"):
+            await chat(door).post("/reward", body={"reward": 1}, cast_to=object)
+
+    episode, _ = play(returns, reward="function")
+    assert (episode.end, episode.score) == (End.COMPLETED, 0.0)
     episode, _ = play(silent, reward="post")
     assert episode.end is End.ENVIRONMENT_FAILED
     assert "without a reward" in episode.detail
@@ -787,7 +794,9 @@ def test_the_run_decides_how_turns_are_sampled(trains: bool) -> None:
         options: Any = {"model": "m", "messages": TASK.messages}
         await ask(**options, temperature=1.0, top_p=0.5)
         await ask(**options, temperature=0.0, seed=1)
-        await ask(**options, temperature=0.1)
+        await ask(**options, temperature=0.1, reasoning_effort="low")
+        strict = {"type": "function", "function": {**ADD["function"], "strict": True}}
+        await ask(**options, tools=[strict, strict], tool_choice="none")
         with pytest.raises(openai.BadRequestError, match=r"agent\.tool_parser"):
             await ask(**options, tools=[ADD])
         if trains:
@@ -797,8 +806,10 @@ def test_the_run_decides_how_turns_are_sampled(trains: bool) -> None:
     texts: list[str] = []
     terms = Terms(1.0, 0.5, -1, trains=trains, model="mine", reads_tools=False)
     episode, _ = play(agent, terms=terms, tell=texts.append)
-    assert episode.metrics == {"other_sampling": 2.0}
-    assert len(texts) == 2 and "seed, temperature" in texts[0]
+    assert episode.metrics == {"other_sampling": 2.0, "without_effect": 2.0}
+    keys = "rollout.top_p" if trains else "evaluation.top_p"
+    assert len(texts) == 4 and "seed, temperature;" in texts[0] and keys in texts[0]
+    assert texts[3].startswith("an agent asks for tools.function.strict; they have no")
 
 
 async def together(

@@ -164,11 +164,12 @@ def test_a_command_gets_its_task_and_nothing_of_ours(
         (shell("kill -9 $$"), "the command was killed by signal 9 (Killed); it wrote nothing to stderr"),
         ("no_such_program", "exited with status 127; its stderr ends with: no_such_program: No such file"),
         (python("import sys\nsys.stderr.write('first\\n')\n1 / 0"), "status 1; its stderr ends with:\nTraceback (most"),
+        (shell("seq 12 >&2; exit 3"), "its stderr ends with: ... 3 4 5 6 7 8 9 10 11 12"),
         (python(BOMB), "the command had more than 40 processes, and was killed"),
         # The first of its processes dies with it, and the other has to be looked for.
         (shell("setsid sleep MARK & sleep 0.1; kill -9 $PPID; sleep MARK"), "the command lost its guard, which was killed"),
     ],
-    ids=["status", "signal", "missing", "traceback", "bomb", "guard"],
+    ids=["status", "signal", "missing", "traceback", "long", "bomb", "guard"],
 )  # fmt: skip
 def test_a_command_that_fails_says_how(
     words: str, cause: str, mark: str, folder: Path

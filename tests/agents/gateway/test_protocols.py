@@ -889,6 +889,7 @@ def test_what_agents_send_by_default_is_read() -> None:
         stop=["Observation:"],
         max_tokens=7,
         sampling={"temperature": 0.2, "seed": 3},
+        unheeded={"reasoning_effort"},
     )
 
     # As openai-agents writes it.
@@ -901,6 +902,7 @@ def test_what_agents_send_by_default_is_read() -> None:
         tools=[],
         max_tokens=9,
         previous="resp_1",
+        unheeded={"reasoning.effort", "text.verbosity"},
     )
     answer = RESPONSES.whole(call, reply(choice("Hi")))
     assert answer["previous_response_id"] == "resp_1"
@@ -928,7 +930,15 @@ def test_what_agents_send_by_default_is_read() -> None:
         max_tokens=64,
         is_stream=True,
         sampling={"temperature": 1},
+        unheeded={"thinking", "output_config.effort"},
     )
+
+    # What says no more than its absence does.
+    body = {"reasoning": {"summary": "auto", "effort": None}}
+    body |= {"text": {"verbosity": "medium"}, "input": "Hi"}
+    assert not read(RESPONSES, **body).unheeded
+    body = user("Hi") | {"thinking": {"type": "disabled"}}
+    assert not read(MESSAGES, **body).unheeded
 
 
 def test_results_stand_in_the_order_of_their_calls() -> None:

@@ -117,6 +117,29 @@ def test_an_environment_that_blocks_or_lacks_a_column_is_named(tmp_path: Path) -
     assert "nothing in extra; --answer gives an answer, and --data" in failed.stdout
 
 
+@pytest.mark.slow
+def test_an_agent_that_waits_for_itself_is_named_while_it_does(tmp_path: Path) -> None:
+    agent = tmp_path / "agent.py"
+    agent.write_text(
+        "import openai\n"
+        "async def run(task, base_url, api_key):\n"
+        "    client = openai.OpenAI(base_url=base_url, api_key=api_key)\n"
+        "    client.chat.completions.create(model='m', messages=task.messages)\n"
+    )
+    playing = subprocess.Popen(
+        [sys.executable, "-m", "controllers", "play", "--agent", f"{agent}:run", "--prompt", "3"],
+        cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    try:
+        assert playing.stdout is not None
+        line = playing.stdout.readline()
+    finally:
+        playing.kill()
+        playing.communicate()
+    assert line.startswith(f"--- {agent}, line 4, in run holds the event loop, and")
+    assert "Ask by AsyncOpenAI" in line
+
+
 @pytest.mark.vllm
 @pytest.mark.slow
 def test_a_model_is_watched(tmp_path: Path) -> None:
@@ -133,7 +156,10 @@ def test_a_model_is_watched(tmp_path: Path) -> None:
     (turn,) = [line for line in out.splitlines() if line.endswith("of the policy")]
     # An untrained model seldom ends a turn, so that the row is full.
     assert turn.startswith("[") and "--- the turn is cut by its length" in out
-    assert "--- context_overflow, score 0\nturns 1, tool calls 0, rows 1\n" in out
+    assert (
+        "--- context_overflow (by --context), score 0\nturns 1, tool calls 0, rows 1\n"
+        in out
+    )
     assert "row 1: 256 tokens, " in out
 
 
@@ -174,6 +200,10 @@ def test_an_agent_is_a_file_a_function_or_a_command() -> None:
         main(["--agent", "no_such.py", "reward=stdout", "--seed", "1"])
     with pytest.raises(ConfigError, match="takes no option rewrd"):
         main(["--agent", "true", "rewrd=stdout"])
+    with pytest.raises(ConfigError, match=r"Write pass_env=\[HOME\]\."):
+        main(["--agent", "true", "pass_env=HOME"])
+    with pytest.raises(ConfigError, match=r"Did you mean stdout\?"):
+        main(["--agent", "true", "reward=stdot"])
 
 
 @pytest.mark.processes
@@ -196,6 +226,11 @@ def test_a_person_answers_an_agent(tmp_path: Path) -> None:
         "--- completed, score 0.5\n--- printed\n--- stdout\n0.5\n--- stderr\nTrue\n"
         in out
     )
+    # Without the option a grader of a run would score it.
+    shown = play("--agent", str(agent), "--prompt", "3 + 4", typed="7\n").splitlines()
+    end = "--- completed, without a score: the agent names none, and a grader of a run"
+    place = shown.index(f"{end} would")
+    assert shown[place + 1].endswith("is a number: reward=stdout takes it")
 
 
 @pytest.mark.processes

@@ -7,7 +7,7 @@ refused by its protocol with a sentence.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -35,6 +35,8 @@ class ModelCall:
         has_usage_event: Whether a stream of chat completions ends with its usage.
         sampling: How it asks to be sampled, by name (temperature, top_p, top_k, seed).
             The run's own settings hold in any case.
+        unheeded: Places of its fields that would change what is sampled elsewhere, and
+            have no effect here, such as reasoning_effort.
         constraint: What constrains the tokens, as `{"json": SCHEMA}`, `{"json_object":
             True}` or `{"tools": NAMES}`, of which one has to be called; None if nothing
             does.
@@ -52,6 +54,7 @@ class ModelCall:
     has_log_probs: bool = False
     has_usage_event: bool = False
     sampling: Mapping[str, float] = field(default_factory=dict)
+    unheeded: Collection[str] = frozenset()
     constraint: Mapping[str, Any] | None = None
     previous: str | None = None
 

@@ -5,8 +5,9 @@ token is accepted, and any other is refused by its name.
 
 Thoughts are the field `reasoning` of a message, as vLLM names it; `reasoning_content`
 is read as well. How much the policy thinks or says is its own: `reasoning_effort`,
-`verbosity`, and a tool's `strict`, which agents send by default, are accepted without
-effect, as is the `name` of an assistant or of a tool, which its call has.
+`verbosity`, and a tool's `strict`, which agents send by default, are accepted and noted
+as `unheeded`. The `name` of an assistant or of a tool, which its call has, and a
+`prediction`, which only saves time, change no token.
 """
 
 from __future__ import annotations
@@ -61,7 +62,7 @@ OPENAI_WITHOUT_EFFECT = frozenset(
 )
 """Fields of OpenAI's API that change no token."""
 
-WITHOUT_EFFECT = OPENAI_WITHOUT_EFFECT | {"prediction", "reasoning_effort", "verbosity"}
+WITHOUT_EFFECT = OPENAI_WITHOUT_EFFECT | {"prediction"}
 
 NEUTRAL: Mapping[str, Sequence[Any]] = {
     "frequency_penalty": (0,),
@@ -97,6 +98,8 @@ class ChatProtocol(Protocol):
 
         older = fields.count("max_tokens")
         options = fields.within("stream_options")
+        fields.pass_over("reasoning_effort")
+        fields.pass_over("verbosity", ["medium"])
         call = ModelCall(
             messages=in_order(messages),
             tools=tools,
@@ -107,6 +110,7 @@ class ChatProtocol(Protocol):
             has_log_probs=fields.take("logprobs", bool) or False,
             has_usage_event=options.take("include_usage", bool) or False,
             sampling=sampling(fields),
+            unheeded=fields.unheeded,
             constraint=constraint,
         )
         options.close({"include_obfuscation"})

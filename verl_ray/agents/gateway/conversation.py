@@ -34,7 +34,7 @@ PART_WITHOUT_EFFECT = frozenset(
 )
 """Fields of a part of a content that change none of its text."""
 
-TOOL_WITHOUT_EFFECT = frozenset({"cache_control", "eager_input_streaming", "strict"})
+TOOL_WITHOUT_EFFECT = frozenset({"cache_control", "eager_input_streaming"})
 TOOL_NEUTRAL: Mapping[str, Sequence[Any]] = {
     "allowed_callers": (["direct"], []),
     "async": (False,),
@@ -231,6 +231,7 @@ def tool(fields: Fields, kind: str, parameters: str) -> ToolSchema:
         schema["description"] = description
     empty: dict[str, Any] = {"type": "object", "properties": {}}
     schema["parameters"] = fields.take(parameters, dict) or empty
+    fields.pass_over("strict", [False])
     fields.close(TOOL_WITHOUT_EFFECT, TOOL_NEUTRAL)
     return {"type": "function", "function": schema}
 

@@ -7,6 +7,7 @@ null is absent.
 from __future__ import annotations
 
 import json
+import re
 import reprlib
 from collections.abc import Collection, Mapping, Sequence
 from types import MappingProxyType
@@ -75,8 +76,15 @@ def is_sound(value: object) -> bool:
 class Fields:
     """The fields of a JSON object that no one has read yet."""
 
-    def __init__(self, value: object, place: str = "") -> None:
+    def __init__(
+        self, value: object, place: str = "", unheeded: set[str] | None = None
+    ) -> None:
         """Take a value, and where it stands in the body of its request.
+
+        Args:
+            value: The JSON object.
+            place: Where it stands; empty for the body itself.
+            unheeded: The set of its body; see `unheeded`.
 
         Raises:
             CallRefused: The value is no object.
@@ -86,6 +94,9 @@ class Fields:
             raise CallRefused(f"{place or 'the body'}: {what}", place or None)
         self._values = {name: each for name, each in value.items() if each is not None}
         self._place = place
+        self.unheeded: set[str] = set() if unheeded is None else unheeded
+        """Places of fields of the whole body that would change what is sampled
+        elsewhere, and have no effect here."""
 
     def __len__(self) -> int:
         """Return how many fields are not read yet."""
@@ -220,7 +231,7 @@ class Fields:
         Raises:
             CallRefused: It is no object.
         """
-        return Fields(self._values.pop(name, {}), self.place(name))
+        return Fields(self._values.pop(name, {}), self.place(name), self.unheeded)
 
     def typed(self, name: str) -> Fields:
         """Return the fields of an object that may be written as its type alone.
@@ -241,7 +252,10 @@ class Fields:
         """
         place = self.place(name)
         values = self.take(name, list) or []
-        return [Fields(each, f"{place}[{i}]") for i, each in enumerate(values)]
+        return [
+            Fields(each, f"{place}[{i}]", self.unheeded)
+            for i, each in enumerate(values)
+        ]
 
     def content(self, name: str, kind: str = "text") -> list[Fields]:
         """Return the parts of a content; a text is a part of this type.
@@ -253,6 +267,18 @@ class Fields:
         if isinstance(value, str):
             self._values[name] = [{"type": kind, "text": value}]
         return self.parts(name)
+
+    def pass_over(self, name: str, neutral: Sequence[Any] = ()) -> None:
+        """Note a field that has no effect, unless it says what holds in any case.
+
+        Args:
+            name: A field that would change what is sampled elsewhere.
+            neutral: Values that say no more than its absence does.
+        """
+        value = self._values.pop(name, None)
+        if value is not None and value not in neutral:
+            # Without the numbers of tools, of which there may be many.
+            self.unheeded.add(re.sub(r"\[\d+\]", "", self.place(name)))
 
     def require_type(self, kind: str) -> None:
         """Refuse an object of another type; if it says none, it is of this type.

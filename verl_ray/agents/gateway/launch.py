@@ -34,10 +34,15 @@ from verl_ray.processes.command import (
     GuardedCommand,
     Printed,
 )
+from verl_ray.user_files import shortened
 
 Reward = Literal["grader", "post", "stdout"]
 """Who says what an episode is worth: the run's graders, the agent by a request, or the
 last line of its stdout."""
+
+Payer = Reward | Literal["function"]
+"""The same, or the function that an agent is, which returns it or leaves it to the
+graders."""
 
 Client = Literal["openai", "anthropic"]
 """The client library whose base URL a function is given."""
@@ -81,8 +86,8 @@ _STARTED_AT_ONCE = 2
 """Commands of an agent that are being started at a time. Many would keep the processor
 from the event loop."""
 
-_SHOWN_LINES = 10
-"""Last lines of stderr in the words about a command that failed."""
+_SHOWN_LINES, _SHOWN_CHARACTERS = 10, 2000
+"""Last lines and characters of stderr in the words about a command that failed."""
 
 
 @dataclass(frozen=True)
@@ -106,7 +111,7 @@ class Launch(Protocol):
     """A way to start an agent."""
 
     @property
-    def reward(self) -> Reward:
+    def reward(self) -> Payer:
         """The one who says what an episode is worth."""
 
     async def __call__(self, task: EpisodeTask, door: Door) -> float | None:
@@ -136,13 +141,13 @@ class AgentFunction:
     Attributes:
         run: Takes the task, a base URL and a secret, and returns a reward, or None.
         client: The client library whose base URL it is given.
-        reward: A number that it returns is paid in any case. Graders see its episodes
-            beside that; it posts nothing.
+        reward: A number that it returns is paid. Graders see its episodes beside that;
+            it posts nothing.
     """
 
     run: Callable[[EpisodeTask, str, str], Awaitable[float | None]]
     client: Client = "openai"
-    reward: Reward = field(default="grader", init=False)
+    reward: Payer = field(default="function", init=False)
 
     async def __call__(self, task: EpisodeTask, door: Door) -> float | None:
         """Run the function; see `Launch`.
@@ -364,5 +369,9 @@ def _failure(end: CommandEnd) -> str:
     # A traceback has its lines; of anything else, readers may see the last one alone.
     _, begin, traceback = f"\n{text}".rpartition("\nTraceback ")
     if begin:
-        return f"{cause}{begin}{traceback[-2000:]}"
-    return f"{cause} {' '.join(text.splitlines()[-_SHOWN_LINES:])[-2000:]}"
+        return f"{cause}{begin}{shortened(traceback, _SHOWN_CHARACTERS)}"
+    lines = text.splitlines()
+    last = " ".join(lines[-_SHOWN_LINES:])
+    shown = last[-_SHOWN_CHARACTERS:]
+    is_cut = len(lines) > _SHOWN_LINES or len(shown) < len(last)
+    return f"{cause} {'... ' * is_cut}{shown}"

@@ -5,9 +5,9 @@ token is accepted, and any other is refused by its name.
 
 Thoughts are blocks of the type thinking, without a signature. How much the policy
 thinks is its own: `thinking`, `output_config.effort`, and a tool's `strict`, which
-agents send by default, are accepted without effect. A block of a system prompt that
-begins with x-anthropic-billing-header is no text: Claude Code writes another into each
-request.
+agents send by default, are accepted and noted as `unheeded`. A block of a system prompt
+that begins with x-anthropic-billing-header is no text: Claude Code writes another into
+each request.
 """
 
 from __future__ import annotations
@@ -54,7 +54,6 @@ WITHOUT_EFFECT = frozenset(
         "model",
         "service_tier",
         "speed",
-        "thinking",
         "user_profile_id",
         "workspace_id",
     }
@@ -112,7 +111,9 @@ class MessagesProtocol(Protocol):
         output = fields.within("output_config")
         tools = [tool(each, "custom", "input_schema") for each in fields.parts("tools")]
         tools, constraint = constrained(fields, tools, output.within("format"))
-        output.close({"effort"})
+        output.pass_over("effort")
+        output.close()
+        fields.pass_over("thinking", [{"type": "disabled"}])
         call = ModelCall(
             messages=in_order(messages),
             tools=tools,
@@ -120,6 +121,7 @@ class MessagesProtocol(Protocol):
             max_tokens=fields.count("max_tokens"),
             is_stream=fields.take("stream", bool) or False,
             sampling=sampling(fields),
+            unheeded=fields.unheeded,
             constraint=constraint,
         )
         fields.close(WITHOUT_EFFECT, NEUTRAL)
@@ -185,7 +187,9 @@ def _messages(fields: Fields) -> list[Message]:
         messages = _user(fields)
     else:
         messages = [heard(fields, role)]
-        fields.within("output_config").close({"effort"})
+        output = fields.within("output_config")
+        output.pass_over("effort")
+        output.close()
     fields.close(neutral={"clear_at": ("never",)})
     return messages
 

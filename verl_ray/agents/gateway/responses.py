@@ -5,8 +5,9 @@ token is accepted, and any other is refused by its name.
 
 Thoughts are items of the type reasoning, with their text in `content`; usage does not
 count their tokens apart. How much the policy thinks or says is its own: `reasoning`,
-`text.verbosity`, and a tool's `strict`, which agents send by default, are accepted
-without effect. So is `store`: an episode knows the ids of its own answers in any case.
+`text.verbosity`, and a tool's `strict`, which agents send by default, are accepted and
+noted as `unheeded`. `store` has no effect: an episode knows the ids of its own answers
+in any case.
 """
 
 from __future__ import annotations
@@ -54,7 +55,6 @@ WITHOUT_EFFECT = OPENAI_WITHOUT_EFFECT | {
     "image",
     # They count and limit tools of OpenAI's own, which are not served.
     "max_tool_calls",
-    "reasoning",
 }
 
 NEUTRAL: Mapping[str, Sequence[Any]] = {
@@ -66,6 +66,9 @@ NEUTRAL: Mapping[str, Sequence[Any]] = {
     "top_logprobs": (0,),
     "truncation": ("disabled",),
 }
+
+_REASONING = {"effort": (), "mode": ("standard",), "context": ("auto",)}
+"""Fields of `reasoning` that are noted, but for these values."""
 
 _ITEM_WITHOUT_EFFECT = frozenset({"id", "name", "status", "phase"})
 _ITEM_NEUTRAL: Mapping[str, Sequence[Any]] = {
@@ -92,7 +95,13 @@ class ResponsesProtocol(Protocol):
         text = fields.within("text")
         tools = [tool(each, "function", "parameters") for each in fields.parts("tools")]
         tools, constraint = constrained(fields, tools, text.within("format"))
-        text.close({"verbosity"})
+        text.pass_over("verbosity", ["medium"])
+        text.close()
+        reasoning = fields.within("reasoning")
+        for name, neutral in _REASONING.items():
+            reasoning.pass_over(name, neutral)
+        # Thoughts are returned as they are.
+        reasoning.close({"summary", "generate_summary"})
         options = fields.within("stream_options")
         options.close({"include_obfuscation"})
         call = ModelCall(
@@ -101,6 +110,7 @@ class ResponsesProtocol(Protocol):
             max_tokens=fields.count("max_output_tokens"),
             is_stream=fields.take("stream", bool) or False,
             sampling=sampling(fields),
+            unheeded=fields.unheeded,
             constraint=constraint,
             previous=previous,
             num_instructions=int(instructions is not None),

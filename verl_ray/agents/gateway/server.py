@@ -35,6 +35,7 @@ from verl_ray.agents.gateway.launch import Agent, Door
 from verl_ray.agents.gateway.messages import MessagesProtocol
 from verl_ray.agents.gateway.responses import ResponsesProtocol
 from verl_ray.agents.gateway.session import HIDDEN, AgentSession, Answer
+from verl_ray.agents.loop_watch import AGENT_REMEDY, remedy
 from verl_ray.agents.policy import EpisodePolicy
 from verl_ray.errors import CallRefused
 
@@ -496,6 +497,7 @@ def run_of(agent: Agent) -> Run:
 
     async def run(task: EpisodeTask, policy: Policy) -> float:
         assert isinstance(policy, EpisodePolicy), "an episode gives its own"
+        remedy.set(AGENT_REMEDY)
         gateway = await gateway_here()
         launch = agent.launch
         async with gateway.guest(policy, launch.reward) as (session, door):

@@ -12,7 +12,8 @@ import contextlib
 import hashlib
 import time
 import uuid
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -105,8 +106,9 @@ class AgentSession:
     _has_ended: bool = False
     _num_waiting: int = 0
     _silent_since_s: float = 0.0
-    _num_other_terms: int = 0
     _num_broken: int = 0
+    _num_noted: Counter[str] = field(default_factory=Counter)
+    """Requests that name what has no effect, by the metric that counts them."""
     _num_refusals: int = 0
     _was_refused: asyncio.Event = field(default_factory=asyncio.Event)
     _last_limit: End | None = None
@@ -175,6 +177,7 @@ class AgentSession:
             growth: What is told of the turns while they are sampled, for a stream.
         """
         self._check_terms(call)
+        self._note_terms(call)
         recalled = self._echoes.recall(self._conversation(call))
 
         async def turn(number: int) -> tuple[SampledTurn, int]:
@@ -255,7 +258,7 @@ class AgentSession:
         return in_order([*instructions, *earlier, link.answer, *further])
 
     def _check_terms(self, call: ModelCall) -> None:
-        """Refuse what no policy is trained by, and count what the run decides."""
+        """Refuse what no policy is trained by."""
         terms = self.policy.terms
         if call.tools and not terms.reads_tools:
             raise CallRefused(
@@ -277,24 +280,34 @@ class AgentSession:
                 " policy's, and this episode is learned from; ask for it in the prompt,"
                 " and leave the choice of tools to the policy (tool_choice: auto)"
             )
+
+    def _note_terms(self, call: ModelCall) -> None:
+        """Count and say what a call names and the run, or the policy, decides."""
+        terms = self.policy.terms
         own = {
             "temperature": terms.temperature,
             "top_p": terms.top_p,
             "top_k": terms.top_k,
         }
-        others = {
-            name: value
-            for name, value in call.sampling.items()
-            if own.get(name) != value
-        }
-        if not others:
+        others = [
+            name for name, value in call.sampling.items() if own.get(name) != value
+        ]
+        section = "rollout" if terms.trains else "evaluation"
+        keys = ", ".join(f"{section}.{name}" for name in own)
+        rule = f"the run's own sampling and seeds hold ({keys})"
+        self._note("other_sampling", others, rule)
+        rule = "they have no effect: how a model thinks and writes is the policy's own"
+        self._note("without_effect", call.unheeded, rule)
+
+    def _note(self, metric: str, names: Collection[str], rule: str) -> None:
+        """Count a request that names what has no effect, and say why."""
+        if not names:
             return
-        self._num_other_terms += 1
-        self.policy.record(other_sampling=float(self._num_other_terms))
+        self._num_noted[metric] += 1
+        self.policy.record(**{metric: float(self._num_noted[metric])})
         self.policy.tell(
-            f"an agent asks for {', '.join(sorted(others))}; the run's own sampling and"
-            " seeds hold (rollout.temperature, rollout.top_p, rollout.top_k), and"
-            " episode/world/other_sampling counts such requests"
+            f"an agent asks for {', '.join(sorted(names))}; {rule}, and"
+            f" episode/world/{metric} counts such requests"
         )
 
     def _choice(self, call: ModelCall, sampled: Sampled) -> CallChoice:
@@ -350,10 +363,10 @@ class AgentSession:
                 reward comes from elsewhere.
         """
         if self.reward != "post":
-            raise CallRefused(
-                f"the reward of this agent is not posted (reward: {self.reward}); set"
-                " reward: post beside its command"
-            )
+            why = f"(reward: {self.reward}); set reward: post beside its command"
+            if self.reward == "function":
+                why = "but returned by its function"
+            raise CallRefused(f"the reward of this agent is not posted {why}")
         try:
             number = number_of(value, "the reward is")
         except (TypeError, ValueError) as error:
@@ -391,7 +404,7 @@ class AgentSession:
             return number
         if self.policy.end is not None:
             raise EpisodeEnded(self.policy.end)
-        if self.reward == "grader":
+        if self.reward in ("grader", "function"):
             return 0.0
         raise AgentFailed(f"it has ended without a reward (reward: {self.reward})")
 

@@ -9,6 +9,7 @@ import json
 import os
 import sys
 import urllib.request
+from collections.abc import Sequence
 from typing import Any
 
 SECOND = {"role": "user", "content": "7+8="}
@@ -37,29 +38,33 @@ async def run(task: Any, base_url: str, api_key: str) -> float:
     return reward
 
 
-def main() -> None:
-    """Take them over Anthropic's messages, and print the reward."""
-    task = json.load(sys.stdin)
-    messages = task["messages"]
+def ask(messages: Sequence[Any], key: str | None = None) -> list[Any]:
+    """Return the content of a turn over Anthropic's messages, without its client."""
+    body = {"model": "policy", "max_tokens": 100, "messages": messages}
+    request = urllib.request.Request(
+        f"{os.environ['ANTHROPIC_BASE_URL']}/v1/messages",
+        json.dumps(body).encode(),
+        {
+            "x-api-key": key or os.environ["ANTHROPIC_API_KEY"],
+            "Content-Type": "application/json",
+        },
+    )
+    with urllib.request.urlopen(request) as answer:
+        content: list[Any] = json.load(answer)["content"]
+    return content
+
+
+def take_turns(messages: Sequence[Any]) -> None:
+    """Take the two turns of a command, and print the reward."""
     reward = 0.0
     for number in range(2):
-        body = {"model": "policy", "max_tokens": 100, "messages": messages}
-        request = urllib.request.Request(
-            f"{os.environ['ANTHROPIC_BASE_URL']}/v1/messages",
-            json.dumps(body).encode(),
-            {
-                "x-api-key": os.environ["ANTHROPIC_API_KEY"],
-                "Content-Type": "application/json",
-            },
-        )
-        with urllib.request.urlopen(request) as answer:
-            content = json.load(answer)["content"]
+        content = ask(messages)
         text = "".join(block["text"] for block in content)
         reward += reward_of(text)
         print(f"turn {number}: {text}")
-        messages += [{"role": "assistant", "content": content}, SECOND]
+        messages = [*messages, {"role": "assistant", "content": content}, SECOND]
     print(reward)
 
 
 if __name__ == "__main__":
-    main()
+    take_turns(json.load(sys.stdin)["messages"])
