@@ -32,7 +32,7 @@ from verl_ray.config.load import with_auto_again
 from verl_ray.config.preparation import PrepareConfig, WarmStartConfig
 from verl_ray.config.roles import ModelConfig, SupervisedRole
 from verl_ray.config.rollout_task import RolloutTaskConfig
-from verl_ray.config.run import RunConfig
+from verl_ray.config.run import RolloutTrackingConfig, RunConfig, TrackingConfig
 from verl_ray.config.schema import Config
 from verl_ray.config.tasks.sft import (
     LIKELIHOOD,
@@ -355,8 +355,14 @@ def supervised_job(
         actor=actor,
         sft=SupervisedConfig.model_validate(supervised),
         evaluation=SupervisedEvaluationConfig(num_prompts=None),
-        tracking=config.tracking,
+        tracking=_unrecorded(config.tracking),
     )
+
+
+def _unrecorded(tracking: TrackingConfig) -> RolloutTrackingConfig:
+    """Return the settings of the record that a warm start does not write."""
+    unrecorded = {"rollouts": "none", "rollouts_max_mb": 1}
+    return RolloutTrackingConfig.model_validate(tracking.model_dump() | unrecorded)
 
 
 def _run_settings(run: RunConfig, warm: WarmStartConfig) -> RunConfig:

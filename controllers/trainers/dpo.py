@@ -173,6 +173,7 @@ class DPOTask(PairsTask[DPOConfig]):
             batch_size=config.preference.batch_size,
             max_skipped_steps=config.run.max_skipped_steps,
             memory=self.memory_record(data, system),
+            record=self.example_record(data),
         )
         if isinstance(trainer, UnpairedTrainer):
             trainer.max_tokens = config.preference.max_tokens

@@ -39,6 +39,7 @@ class RewardModelTask(PairsTask[RewardModelConfig]):
             batch_size=preference.batch_size,
             max_skipped_steps=self.config.run.max_skipped_steps,
             memory=self.memory_record(data, system),
+            record=self.example_record(data),
         )
 
     def refuse_untrained(self) -> None:

@@ -13,6 +13,7 @@ import numpy as np
 
 from controllers.system.build import System
 from controllers.trainers.supervised import Examples, SupervisedTask, SupervisedTrainer
+from controllers.watch.example_record import ExampleRecord
 from controllers.watch.held_out_measures import Evaluation
 from controllers.watch.measures import Metrics
 from controllers.watch.memory import MemoryRecord
@@ -43,6 +44,7 @@ class SFTTrainer(SupervisedTrainer[ActorWorker]):
         stop_at_accuracy: float | None = None,
         memory: MemoryRecord | None = None,
         teacher: TeacherFileConfig | None = None,
+        record: ExampleRecord | None = None,
     ) -> None:
         """Take the actor and its rows; see `SupervisedTrainer`.
 
@@ -59,6 +61,7 @@ class SFTTrainer(SupervisedTrainer[ActorWorker]):
             batch_size,
             max_skipped_steps,
             memory,
+            record,
         )
         self._stop_at_accuracy = stop_at_accuracy
 
@@ -142,5 +145,6 @@ class SFTTask(SupervisedTask[SFTConfig]):
             max_skipped_steps=config.run.max_skipped_steps,
             stop_at_accuracy=config.sft.stop_at_accuracy,
             memory=self.memory_record(data, system),
+            record=self.example_record(data),
             teacher=config.sft,
         )

@@ -18,6 +18,7 @@ import numpy.typing as npt
 from controllers.system.build import System
 from controllers.trainers.base import Resumable, Task, Trainable, warn_skipped
 from controllers.watch import update_measures
+from controllers.watch.example_record import ExampleRecord
 from controllers.watch.gradients import GradientWatch
 from controllers.watch.held_out_measures import Evaluation
 from controllers.watch.measures import Metrics
@@ -30,8 +31,10 @@ from verl_ray.columns.packing import assignment_of_units
 from verl_ray.columns.sharded import Sharded
 from verl_ray.columns.stages import TrainingBatch
 from verl_ray.config.data import DataSet
+from verl_ray.config.run import RolloutTrackingConfig
 from verl_ray.config.schema import Config
 from verl_ray.data.cursor import CursorState
+from verl_ray.data.tokenizers import policy_tokenizer
 from verl_ray.learning.objectives import Objective
 from verl_ray.profiling.phases import Timers, phase
 from verl_ray.report.evidence import NUM_EXAMPLES
@@ -102,6 +105,7 @@ class SupervisedTrainer(ABC, Generic[W]):
         batch_size: int,
         max_skipped_steps: int,
         memory: MemoryRecord | None = None,
+        record: ExampleRecord | None = None,
     ) -> None:
         """Take the role and its rows; held-out rows go into the object store.
 
@@ -115,6 +119,7 @@ class SupervisedTrainer(ABC, Generic[W]):
                 because their gradients are not finite.
             memory: Record of the processes' memory, which adds its metrics to each
                 step.
+            record: Where rows are kept for people to read; None keeps none.
         """
         self.role = role
         self.group = group
@@ -126,6 +131,7 @@ class SupervisedTrainer(ABC, Generic[W]):
         self._batch_size = batch_size
         self._gradients = GradientWatch(max_skipped_steps)
         self._memory = memory
+        self._record = record
 
         self._held_out_rows = examples.held_out
         # Every evaluation reads the same object from the store.
@@ -174,8 +180,7 @@ class SupervisedTrainer(ABC, Generic[W]):
             # From here on a stop waits for the end of the step.
             pass_point_of_no_return()
             rows = self.complete(self._train.next_batch(self._batch_size))
-            with self.timers.timed("updating", f"update_{self.role}", waits=True):
-                reports = self.update(rows).result()
+            reports = self._updated(number, rows)
         # This stops the run if the weights are broken, or too many steps were skipped.
         self._gradients.observe(self.role, number, [reports])
 
@@ -193,7 +198,25 @@ class SupervisedTrainer(ABC, Generic[W]):
         }
         if self._memory is not None:
             metrics |= self._memory.metrics()
+        if self._record is not None:
+            metrics |= self._record.metrics
         return metrics
+
+    def _updated(self, number: int, rows: TrainingBatch) -> list[UpdateReport]:
+        """Make the optimizer step of a step, and record some of its rows."""
+        if self._record is not None:
+            rows = self._record.mark(number, rows)
+        with self.timers.timed("updating", f"update_{self.role}", waits=True):
+            call = self.update(rows)
+            if self._record is not None:
+                with self.timers("record_rollouts"):
+                    units_before = (number - 1) * self._batch_size
+                    marked = self._record.read(number, rows, units_before)
+            reports = call.result()
+        if self._record is not None:
+            with self.timers("record_rollouts"):
+                self._record.write(number, marked, reports)
+        return reports
 
     def export(self, path: str) -> None:
         """Write the trained model as a Hugging Face directory."""
@@ -351,6 +374,14 @@ class SupervisedTask(Task[R, Examples]):
         if data.train is None:
             return None
         return MemoryRecord(self.config, system.groups, on_gpus=system.has_gpus)
+
+    def example_record(self, data: Examples) -> ExampleRecord | None:
+        """Return the record of rows, where a run learns and keeps any."""
+        tracking = self.config.tracking
+        assert isinstance(tracking, RolloutTrackingConfig), "rows are recorded"
+        if data.train is None or tracking.rollouts == "none":
+            return None
+        return ExampleRecord(self.folder, tracking, policy_tokenizer(self.config))
 
     @property
     def model_folder(self) -> Path:

@@ -15,7 +15,6 @@ by `all` alone.
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -42,7 +41,6 @@ from verl_ray.columns.stages import (
 from verl_ray.config.tasks.rl import RLConfig
 from verl_ray.data.buffer import Experience
 from verl_ray.data.token_versions import versions_of_tokens
-from verl_ray.errors import VerlRayError
 from verl_ray.ops.masked import Moments
 from verl_ray.rewards.health import ScoreHealth
 from verl_ray.rewards.shaping import Shaping, component, failures, response_scores
@@ -116,7 +114,6 @@ class RolloutRecord:
         tracking = config.tracking
         self.metrics: Metrics = {}
         self._files = RolloutFiles(Path(config.run.dir), tracking.rollouts_max_mb)
-        self._has_warned = False
 
     def write(
         self, step: int, rollouts: LearnedRollouts, go_on: Callable[[], None]
@@ -160,23 +157,10 @@ class RolloutRecord:
         self, step: int, rollouts: LearnedRollouts, go_on: Callable[[], None] | None
     ) -> bool:
         """Write rollouts, at least one; return whether that was possible."""
-        try:
+        with self._files.tolerating(step):
             content = self._table(step, rollouts, go_on).encoded()
-        except VerlRayError:
-            raise
-        # Whatever a tokenizer or a text of a user's own brings about.
-        except Exception as error:
-            if not self._has_warned:
-                self._has_warned = True
-                print(
-                    f"warning: the rollouts of step {step} cannot be recorded"
-                    f" ({error!r}); the run goes on without them, and tries again with"
-                    " the next step (tracking.rollouts=none does not)",
-                    file=sys.stderr,
-                    flush=True,
-                )
-            return False
-        return self._files.write(step, content, is_last=rollouts.credit is None)
+            return self._files.write(step, content, is_last=rollouts.credit is None)
+        return False
 
     def chosen(
         self,

@@ -106,6 +106,15 @@ def offloaded(
     return kept, moved
 
 
+def recorded(ranks: Ranks, kind: str) -> LossReport:
+    """Return the report of a step that records each row but the first one."""
+    rows = rows_of()
+    rows = rows.replace(recorded=np.arange(rows.num_rows) - 1)
+    engine = ranks.engine(kind, micro_batch_tokens_per_rank=40)
+    report, _ = ranks.step(engine, rows.select(ranks.mine(rows)), SupervisedObjective())
+    return report
+
+
 def check_training(ranks: Ranks, kind: str) -> dict[str, Any]:
     rows = rows_of()
     mine = rows.select(ranks.mine(rows))
@@ -147,6 +156,7 @@ def check_training(ranks: Ranks, kind: str) -> dict[str, Any]:
             ranks.engine(kind, activation_checkpointing=True), mine, POLICY
         ),
         "supervised": ranks.train(ranks.engine(kind), mine, SupervisedObjective()),
+        "recorded": recorded(ranks, kind),
         "llama": ranks.train(ranks.engine(kind, "llama"), mine, POLICY),
         "qwen2": ranks.train(ranks.engine(kind, "qwen2"), mine, POLICY),
         "experts": ranks.train(

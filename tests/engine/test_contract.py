@@ -544,6 +544,26 @@ def test_parameters_stay_where_they_are_when_activations_go_to_the_host(
         )
 
 
+def test_recorded_rows_have_their_own_losses(results: Any) -> None:
+    rows = inputs.rows_of()
+    first = rows.offsets[1]
+    counts = np.bincount(rows.row_of_token[first:], rows.response_mask[first:])[1:]
+    for rank in results:
+        report = rank["check_training"]["recorded"]
+        losses = [report.recorded[number]["loss"] for number in range(len(counts))]
+        assert len(report.recorded) == len(counts)
+        assert list(map(len, losses)) == counts.tolist()
+        for number, columns in report.recorded.items():
+            np.testing.assert_array_equal(columns["train/loss"], losses[number])
+        # The first row has the rest.
+        rest = report.sums["train/loss"] - sum(row.sum() for row in losses)
+        weighed = rest * rows.loss_weight[0] + sum(
+            weight * row.sum()
+            for weight, row in zip(rows.loss_weight[1:], losses, strict=True)
+        )
+        assert weighed == pytest.approx(report.loss, rel=1e-4)
+
+
 def test_bfloat16_is_near(results: Any) -> None:
     found = results[0]["check_training"]
     # This loss has no bound, past which a token has no gradient in one of the two types.

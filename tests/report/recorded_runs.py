@@ -15,7 +15,7 @@ from verl_ray.tracking.evaluations import HeldOutScores
 from verl_ray.tracking.held_out_responses import HeldOutResponse
 from verl_ray.tracking.history import HISTORY, begin_segment, end_segment, ready_segment
 from verl_ray.tracking.jsonl import JsonlTracker
-from verl_ray.tracking.rollouts import RolloutFiles, RolloutTable
+from verl_ray.tracking.rollouts import ExampleTable, RolloutFiles, RolloutTable
 
 ACCURACY = "val-core/sums/acc/mean@1"
 
@@ -25,6 +25,36 @@ def held_out(shift: int) -> HeldOutScores:
     scores = np.array([[float(i < 3 + shift)] for i in range(8)])
     digests = [f"{i:08x}" for i in range(8)]
     return HeldOutScores(range(8), digests, [ACCURACY] * 8, scores)
+
+
+def examples(step: int, labels: tuple[str, str]) -> ExampleTable:
+    """Two rows that a step has learned from: two examples, or the rows of a pair.
+
+    Pieces are characters. Each token has a loss of 1, and the margin of a pair is 2.
+    """
+    is_pair = bool(labels[0])
+    losses = [np.nan] * 4 + [np.nan if is_pair else 1.0]
+    return ExampleTable(
+        rows={
+            "step": [step] * 2,
+            "ordinal": [0, 0 if is_pair else 1],
+            "member": [0, int(is_pair)],
+            "label": labels,
+            "prompt": ["1+2="] * 2,
+            "response": ["3", "4"],
+            "response_tokens": [1, 1],
+            "loss": [1.0, 1.0],
+            "reward": [1.0, -1.0] if is_pair else [np.nan] * 2,
+            "margin": [2.0 if is_pair else np.nan] * 2,
+        },
+        offsets=np.array([0, 5, 10]),
+        tokens={
+            "tokens": [1] * 10,
+            "pieces": list("1+2=31+2=4"),
+            "mask": ([False] * 4 + [True]) * 2,
+            "losses": losses * 2,
+        },
+    )
 
 
 def rollouts(

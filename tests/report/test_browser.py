@@ -18,7 +18,7 @@ import pytest
 from playwright.sync_api import Browser, Page, sync_playwright
 
 from controllers.commands.report import LOOPBACK, ReportServer
-from tests.report.recorded_runs import rollouts, write_run, write_trace
+from tests.report.recorded_runs import examples, rollouts, write_run, write_trace
 from verl_ray.report.tracker import write_report
 from verl_ray.tracking.history import begin_segment
 from verl_ray.tracking.jsonl import METRICS, JsonlTracker
@@ -214,6 +214,35 @@ def test_rows_are_filtered_sorted_and_set_side_by_side(
     page.wait_for_function("() => document.querySelectorAll('.sample').length === 2")
     page.get_by_role("button", name="its prompt over the steps").click()
     page.wait_for_function("() => document.querySelectorAll('.sample').length === 8")
+    assert opened.complaints == []
+
+
+def test_examples_and_pairs_show_what_was_learned_from(
+    browser: Browser, tmp_path: Path
+) -> None:
+    folders = [write_run(tmp_path / name, name=name, steps=0) for name in "ab"]
+    for folder, labels in zip(folders, (("", ""), ("chosen", "rejected")), strict=True):
+        RolloutFiles(folder, 1).write(1, examples(1, labels).encoded())
+    # Two runs of the same task.
+    opened = Opened(browser, made(folders[0], folders[0]) + "#samples")
+    page = opened.page
+    page.get_by_label("from", exact=True).select_option("training")
+    page.wait_for_selector(".item b >> text=loss 1")
+    assert page.locator(".item .question").first.inner_text() == "1+2="
+    page.get_by_role("button", name="its prompt in each run").click()
+    page.wait_for_function("() => document.querySelectorAll('.sample').length === 2")
+    token = page.locator(".text-block span[title]").first
+    assert token.get_attribute("title") == "loss 1.000"
+    assert page.locator(".text-block .given").first.inner_text() == "1+2="
+    assert opened.complaints == []
+
+    opened = Opened(browser, made(folders[1]) + "#samples")
+    page = opened.page
+    page.get_by_label("from", exact=True).select_option("training")
+    page.wait_for_function("() => document.querySelectorAll('.sample').length === 2")
+    assert page.locator(".item b").all_inner_texts() == ["margin 2"]
+    texts = page.locator(".sample .pairs").all_inner_texts()
+    assert ["rejected" in text for text in texts] == [False, True]
     assert opened.complaints == []
 
 

@@ -126,8 +126,8 @@ def test_rows_are_found_by_their_places(tmp_path: Path) -> None:
     assert scores == {"reward": 1.0, "style": None} and turns == []
     ((_, tokens),) = samples["tokens"]
     values = opened.json(tokens)[place]
-    pieces, mask, sampler, trainer, advantages, versions, total = values
-    assert total == 5
+    pieces, mask, sampler, trainer, advantages, versions, total, losses = values
+    assert total == 5 and losses == [None] * 5
     assert "".join(pieces) == "2+2=5" and mask == [0, 0, 0, 0, 1]
     assert (sampler[4], trainer[4], advantages[4], versions[4]) == (-500, -250, 500, 1)
     assert sampler[:4] == [None] * 4

@@ -472,3 +472,6 @@ class TrainingBatch(Rows):
     # Weight of the negative log-likelihood, beside `loss_weight`.
     nll_weight: Float32 | None = token(np.float32, optional=True)
     returns: Float32 | None = token(np.float32, optional=True)
+    # Number of the row among those whose losses are reported one by one, and -1 for
+    # others; absent where none is.
+    recorded: Int64 | None = row(np.int64, optional=True)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import ClassVar
 
 from verl_ray.config.data import PreferenceDataConfig
+from verl_ray.config.run import RolloutTrackingConfig, rollout_bound_is_used
 from verl_ray.config.schema import Config
-from verl_ray.settings.section import Positive, Section
+from verl_ray.errors import Problem
+from verl_ray.settings.section import OverriddenKeys, Positive, Section
 
 
 class PairsConfig(Section):
@@ -32,6 +35,7 @@ class PreferenceTaskConfig(Config):
     data: PreferenceDataConfig
     preference: PairsConfig
     evaluation: PairsEvaluationConfig
+    tracking: RolloutTrackingConfig
 
     main_metrics: ClassVar[str] = "val-core/held_out/pair_accuracy"
 
@@ -61,3 +65,7 @@ class PreferenceTaskConfig(Config):
     @property
     def longest_row(self) -> tuple[int, str]:
         return self.preference.max_tokens, "preference.max_tokens"
+
+    def problems(self, overridden: OverriddenKeys) -> Iterator[Problem]:
+        yield from super().problems(overridden)
+        yield from rollout_bound_is_used(self.tracking, overridden)

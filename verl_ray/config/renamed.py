@@ -154,13 +154,10 @@ def migrated(tree: Mapping[str, Any]) -> dict[str, Any]:
         preference.setdefault("desirable_weight", None)
         preference.setdefault("undesirable_weight", None)
 
-    # Only runs with rollouts have episodes, and rollouts to record.
+    # Only runs with rollouts have episodes.
     if "rollout" in result:
         result.setdefault("agent", copy.deepcopy(_NO_AGENT))
-        tracking = result.get("tracking")
-        if isinstance(tracking, dict):
-            tracking.setdefault("rollouts", "none")
-            tracking.setdefault("rollouts_max_mb", 256)
+    _record_no_rows(result)
 
     _limit_results(result.get("agent"))
     _wait_for_services(result.get("reward"))
@@ -174,6 +171,14 @@ def migrated(tree: Mapping[str, Any]) -> dict[str, Any]:
 
     _complete_models_and_engines(result)
     return result
+
+
+def _record_no_rows(tree: Mapping[str, Any]) -> None:
+    # Other tasks have no rows to record.
+    tracking = tree.get("tracking")
+    if isinstance(tracking, dict) and tree.keys() & {"rollout", "sft", "preference"}:
+        tracking.setdefault("rollouts", "none")
+        tracking.setdefault("rollouts_max_mb", 256)
 
 
 def _complete_models_and_engines(tree: Mapping[str, Any]) -> None:

@@ -289,12 +289,12 @@ class TrackingConfig(Section):
 
 
 class RolloutTrackingConfig(TrackingConfig):
-    """Destinations of the record of a run that learns from rollouts."""
+    """Destinations of the record of a run, and the rows that it learns from."""
 
     rollouts: Literal["none", "sampled", "all"]
-    """Training rollouts written to rollouts/, a file per step: none, a few whole groups
-    of each step, or all. Prompts that are chosen once are chosen again when they
-    return."""
+    """Rows that were learned from, written to rollouts/, a file per step: none, a few
+    whole groups, examples or pairs of each step, or all. What is chosen once is chosen
+    again when it returns."""
     rollouts_max_mb: Positive
     """Size of these files in megabytes; beyond it only every second step is kept, then
     every fourth, and so on. A step of more than a quarter of it is not kept."""

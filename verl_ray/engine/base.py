@@ -112,6 +112,10 @@ class ForwardResult:
     """[rows]: the value head's output after the last token of each row."""
 
 
+LOSS = "loss"
+"""Name of the loss in `LossReport.recorded`, without the balance of experts."""
+
+
 @dataclass(frozen=True)
 class LossReport:
     """Sums and maxima over the response tokens of one rank.
@@ -134,6 +138,9 @@ class LossReport:
     terms: dict[str, float] = field(default_factory=dict)
     """Terms of the loss. They are aggregated in the same way as the loss itself."""
 
+    recorded: dict[int, dict[str, Float32]] = field(default_factory=dict)
+    """Losses and metrics of rows by `TrainingBatch.recorded`, see `RecordedLosses`."""
+
     def __add__(self, other: LossReport) -> LossReport:
         loads = [
             report.expert_load
@@ -152,6 +159,7 @@ class LossReport:
             maxima=_merge(self.maxima, other.maxima, np.maximum),
             expert_load=expert_load,
             terms=_merge(self.terms, other.terms, operator.add),
+            recorded=self.recorded | other.recorded,
         )
 
     def means(self) -> dict[str, float]:

@@ -23,6 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from verl_ray.algorithms.aggregation import aggregate, surface_non_finite
+from verl_ray.algorithms.losses import TokenLoss
 from verl_ray.checkpoint.sharded import random_key
 from verl_ray.columns.batch import Int64
 from verl_ray.columns.stages import Rows, TrainingBatch
@@ -57,6 +58,7 @@ from verl_ray.engine.optimizer import (
     learning_rate,
     names_not_finite,
 )
+from verl_ray.engine.recorded_losses import RecordedLosses
 from verl_ray.engine.weight_average import (
     Stepped,
     exchange_average,
@@ -233,9 +235,12 @@ class PackedEngine(Engine):
                 " which their sampler did not record; set it to false"
             )
         accumulator = LossAccumulator()
+        recorded = RecordedLosses(rows, objective.level)
 
         def loss_of(batch: MicroBatch, outputs: TokenOutputs) -> Tensor:
-            return self._loss_of(rows, objective, batch, outputs, accumulator)
+            token_loss = self._token_loss(rows, objective, batch, outputs)
+            recorded.add(batch, token_loss)
+            return self._loss_of(batch, outputs, token_loss, accumulator)
 
         def make(indices: Int64) -> MicroBatch:
             batch = self._make_micro_batch(rows, indices)
@@ -250,6 +255,7 @@ class PackedEngine(Engine):
         reach(len(batches), len(batches), MICRO_BATCHES)
 
         report = self._complete_report(accumulator.report())
+        report = replace(report, recorded=recorded.by_row())
         if self._bias_update is not None:
             self._bias_update.count(report.expert_load)
         return report
@@ -360,24 +366,33 @@ class PackedEngine(Engine):
             )
         return self.spec.optimizer
 
-    def _loss_of(
-        self,
+    @staticmethod
+    def _token_loss(
         rows: TrainingBatch,
         objective: Objective,
         batch: MicroBatch,
         outputs: TokenOutputs,
-        accumulator: LossAccumulator,
-    ) -> Tensor:
-        """Return a micro-batch's share of the loss, and add it to the accumulator."""
-        row, row_weights = batch.row_of_loss, batch.row_weights
-        assert row is not None and row_weights is not None, "rows are learned from"
+    ) -> TokenLoss:
+        """Return the losses of a micro-batch by the objective alone."""
+        assert batch.row_weights is not None, "rows are learned from"
         inputs = LossInputs(
             row=batch.row_of_output(objective.outputs),
             unit=batch.unit,
             **loss_columns(rows, batch),
         )
-        token_loss = objective(*without_uncounted(outputs, inputs, row_weights != 0))
+        counted = batch.row_weights != 0
+        return objective(*without_uncounted(outputs, inputs, counted))
 
+    def _loss_of(
+        self,
+        batch: MicroBatch,
+        outputs: TokenOutputs,
+        token_loss: TokenLoss,
+        accumulator: LossAccumulator,
+    ) -> Tensor:
+        """Return a micro-batch's share of the loss, and add it to the accumulator."""
+        row, row_weights = batch.row_of_loss, batch.row_weights
+        assert row is not None and row_weights is not None, "rows are learned from"
         expert_load = None
         if outputs.routing is not None:
             balance = balance_per_loss(outputs.routing, batch)

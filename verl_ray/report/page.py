@@ -15,7 +15,7 @@ import json
 import math
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cache
 from importlib import metadata, resources
@@ -61,6 +61,7 @@ MOST_EVENTS = 40_000
 _ROWS_PER_BLOCK = 50
 _SIZE_PER_BLOCK = 1_000_000
 _PREVIEW = 90
+_PROMPT_END = 60
 _TOKENS = "perf/total_num_tokens"
 _LARGEST_WHOLE = 2**53
 
@@ -541,10 +542,10 @@ def _titles(events: Sequence[Mapping[str, Any]]) -> dict[tuple[Any, Any], str]:
 # ------------------------------------------------------------------------------ samples
 
 _COLUMNS = ("step", "group", "member", "row")
-_NUMBERS = ("reward", "response_tokens", "num_turns", "advantage")
+_NUMBERS = ("reward", "response_tokens", "num_turns", "advantage", "loss", "margin")
 _SUMS = ("reward", "response_tokens")
 """Numbers of which the rows of an episode have parts; each row shows their sum."""
-_WORDS = ("source", "data_source", "finish", "end", "failure")
+_WORDS = ("source", "data_source", "label", "finish", "end", "failure")
 
 
 def _samples(records: Sequence[RunRecord], blocks: Blocks) -> dict[str, Any]:
@@ -569,7 +570,7 @@ def _samples(records: Sequence[RunRecord], blocks: Blocks) -> dict[str, Any]:
     tokens = _RowBlocks(blocks)
     has_tokens: list[int] = []
     for _, row in rows:
-        size = 0 if row.tokens is None else 6 * len(row.tokens.pieces)
+        size = 0 if row.tokens is None else 7 * len(row.tokens.pieces)
         if not tokens.add(_token_values(row), size):
             break
         has_tokens.append(int(row.tokens is not None))
@@ -642,24 +643,40 @@ def _columns(rows: Sequence[tuple[int, RecordedRow]]) -> dict[str, Any]:
     for name in _WORDS:
         columns[name] = [getattr(row, name) for _, row in rows]
 
-    # Data may have the same question with several answers.
-    numbers: dict[tuple[str, str], int] = {}
-    columns["episode"] = _episodes(rows)
+    trajectories = [
+        (run, row.source, row.step, row.group, row.member) for run, row in rows
+    ]
     for name in _SUMS:
-        columns[name] = _sums(columns["episode"], columns[name])
-    columns["prompt"] = [
-        numbers.setdefault((row.prompt, row.answer), len(numbers)) for _, row in rows
-    ]
-    columns["preview"] = [
-        " ".join(row.response[: 2 * _PREVIEW].split())[:_PREVIEW] for _, row in rows
-    ]
+        columns[name] = _sums(_numbered(trajectories), columns[name])
+    # Both responses of a pair are shown together, like the rows of an episode.
+    columns["episode"] = _numbered(
+        [
+            trajectory[:-1] if row.label else trajectory
+            for trajectory, (_, row) in zip(trajectories, rows, strict=True)
+        ]
+    )
+    # Data may have the same question with several answers.
+    columns["prompt"] = _numbered([(row.prompt, row.answer) for _, row in rows])
+    columns["preview"] = [_beginning(row.response) for _, row in rows]
+    columns["question"] = [_end(row.prompt) for _, row in rows]
     return columns
 
 
-def _episodes(rows: Sequence[tuple[int, RecordedRow]]) -> list[int]:
-    """Return the number of each row's episode, or of its single response."""
-    numbers: dict[tuple[Any, ...], int] = {}
-    keys = [(run, row.source, row.step, row.group, row.member) for run, row in rows]
+def _beginning(text: str) -> str:
+    """Return the beginning of a text on one line."""
+    return " ".join(text[: 2 * _PREVIEW].split())[:_PREVIEW]
+
+
+def _end(text: str) -> str:
+    """Return the end of a text on one line: prompts often begin alike."""
+    end = " ".join(text[-2 * _PREVIEW :].split())
+    is_whole = len(text) <= 2 * _PREVIEW and len(end) <= _PROMPT_END
+    return end if is_whole else f"…{end[-_PROMPT_END:]}"
+
+
+def _numbered(keys: Sequence[Hashable]) -> list[int]:
+    """Return a number for each key, from 0, equal for equal keys."""
+    numbers: dict[Hashable, int] = {}
     return [numbers.setdefault(key, len(numbers)) for key in keys]
 
 
@@ -690,6 +707,7 @@ def _token_values(row: RecordedRow) -> list[Any] | None:
         _thousandths(tokens.advantages),
         np.nan_to_num(tokens.versions, nan=-1).astype(int).tolist(),
         tokens.total,
+        _thousandths(tokens.losses),
     ]
 
 

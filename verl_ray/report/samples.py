@@ -44,14 +44,16 @@ _ROWS_AT_ONCE = 64
 _TOKEN_ROWS_AT_ONCE = 8
 _BUFFER_BYTES = 1 << 20
 
-_TOKEN_COLUMNS = (
-    "pieces",
-    "mask",
+_TOKEN_NUMBERS = (
     "rollout_log_probs",
     "log_probs",
     "advantages",
     "versions",
+    "losses",
 )
+"""Columns per token beside text and mask, of which a file has some."""
+
+_TOKEN_COLUMNS = ("pieces", "mask", *_TOKEN_NUMBERS)
 
 _TEXTS = ("prompt", "response", "answer", "output")
 
@@ -64,7 +66,7 @@ class TokenValues:
 
     pieces: Sequence[str]
     mask: npt.NDArray[np.bool_]
-    """Whether the policy sampled the token, [tokens]."""
+    """Whether the policy sampled the token, or learned from it, [tokens]."""
 
     rollout_log_probs: Floats
     log_probs: Floats
@@ -72,6 +74,7 @@ class TokenValues:
     versions: Floats
     """Policy version that sampled the token, -1 for none, [tokens]."""
 
+    losses: Floats
     total: int
     """Tokens of the row, of which the first are here."""
 
@@ -104,6 +107,15 @@ class RecordedRow:
     num_turns: int = -1
     response_tokens: int = -1
     advantage: float = math.nan
+    label: str = ""
+    """Of a data set's row: chosen or rejected; empty without labels."""
+
+    loss: float = math.nan
+    """Mean over the tokens that are learned from, or of the pair."""
+
+    margin: float = math.nan
+    """Reward of a pair's chosen response less that of the rejected one."""
+
     turns: Sequence[tuple[int, int, float]] = ()
     """Number in the episode, place of the last token, and reward of each turn."""
 
@@ -220,7 +232,7 @@ def _rows_of(
     for place, fields in _texts(file, places.tolist(), limits.characters):
         rows[place] = _row(fields, source, step, group)
     rows = _within(rows, limits.characters)
-    if set(_TOKEN_COLUMNS) <= set(file.schema_arrow.names):
+    if {"pieces", "mask"} <= set(file.schema_arrow.names):
         tokens = _tokens(file, sorted(rows), limits.tokens)
         rows = {
             place: replace(row, tokens=tokens.get(place)) for place, row in rows.items()
@@ -308,6 +320,9 @@ def _row(fields: Mapping[str, Any], source: str, step: int, group: str) -> Recor
         num_turns=_whole(fields.get("num_turns")),
         response_tokens=_whole(fields.get("response_tokens")),
         advantage=_number(fields.get("advantage")),
+        label=fields.get("label") or "",
+        loss=_number(fields.get("loss")),
+        margin=_number(fields.get("margin")),
         turns=list(zip(*turn_fields, strict=True)),
     )
 
@@ -326,7 +341,8 @@ def _tokens(
     """Return the tokens of the first rows among some places, by their places."""
     tokens: dict[int, TokenValues] = {}
     num_tokens = 0
-    for inside, batch in _batches(file, _TOKEN_COLUMNS, places, _TOKEN_ROWS_AT_ONCE):
+    names = [name for name in _TOKEN_COLUMNS if name in file.schema_arrow.names]
+    for inside, batch in _batches(file, names, places, _TOKEN_ROWS_AT_ONCE):
         for place, values in zip(inside, _token_values(batch), strict=True):
             num_tokens += 0 if values is None else len(values.pieces)
             if tokens and num_tokens > most_tokens:
@@ -339,13 +355,16 @@ def _tokens(
 def _token_values(batch: pa.RecordBatch) -> Iterator[TokenValues | None]:
     """Yield the first tokens of each row; None for a row without any."""
     for place in range(batch.num_rows):
-        columns = {name: batch.column(name)[place].values for name in _TOKEN_COLUMNS}
+        columns = {
+            name: batch.column(name)[place].values for name in batch.schema.names
+        }
         if not columns["mask"]:
             yield None
             continue
         first = {name: values[:MOST_TOKENS_OF_ROW] for name, values in columns.items()}
         pieces = [piece or "" for piece in first.pop("pieces").to_pylist()]
-        numbers = {
+        missing = np.full(len(pieces), math.nan)
+        numbers = dict.fromkeys(_TOKEN_NUMBERS, missing) | {
             name: values.to_numpy(zero_copy_only=False).astype(np.float64)
             for name, values in first.items()
         }

@@ -1,7 +1,8 @@
-"""Training rollouts of a run on the disk, a Parquet file per step that kept any.
+"""Rows that a run has learned from on the disk, a Parquet file per step that kept any.
 
 A line of `rollouts/step_000010.parquet` is a row of tokens: a prompt and its response,
-or a part of an episode. `ROW_COLUMNS` and `TOKEN_COLUMNS` list what it holds.
+or a part of an episode. `ROW_COLUMNS` and `TOKEN_COLUMNS` list what it holds, and
+`EXAMPLE_COLUMNS` and `EXAMPLE_TOKEN_COLUMNS` where rows come from a data set.
 
 Invariant: a file is whole or is not there, and its content follows from the step alone.
 All files together stay within a number of bytes: where a step would go beyond it, only
@@ -13,15 +14,17 @@ Only the step that a run stops in is kept in any case, until the run goes on.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from verl_ray.columns.batch import Array, Int64
 from verl_ray.disk import drop_after, replace_file, step_files, step_path
+from verl_ray.errors import VerlRayError
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -73,6 +76,28 @@ TOKEN_COLUMNS = {
 }
 """Columns with one value per token of the row, prompt included, and their types."""
 
+EXAMPLE_COLUMNS = {
+    "step": "int32",  # training step that learned from the row, from 1
+    "ordinal": "int64",  # running number of the example or the pair in the run
+    "member": "int32",  # 0, and 1 for the rejected response of a pair
+    "label": "string",  # chosen or rejected; empty without labels
+    "prompt": "string",  # text without special tokens
+    "response": "string",  # likewise, from the first token that is learned from
+    "response_tokens": "int32",  # tokens that are learned from
+    "loss": "float32",  # mean over these, or of the pair; before the step
+    "reward": "float32",  # score, or reward implied by the policy; null without pairs
+    "margin": "float32",  # reward of the chosen response less that of the rejected one
+}
+"""Columns with one value per row of a data set, and their types."""
+
+EXAMPLE_TOKEN_COLUMNS = {
+    "tokens": "int32",
+    "pieces": "string",  # as in `TOKEN_COLUMNS`
+    "mask": "bool",  # whether the token is learned from
+    "losses": "float32",  # null outside the mask, and where only whole rows have losses
+}
+"""Columns with one value per token of such a row, and their types."""
+
 _SUFFIX = "parquet"
 _KEPT = "_kept.json"
 _EVERY = "every"
@@ -83,10 +108,13 @@ class RolloutTable:
     """Rollouts of one step as columns.
 
     Attributes:
-        rows: Values of `ROW_COLUMNS`, [rows] each; NaN becomes null.
+        rows: Values of `row_columns`, [rows] each; NaN becomes null.
         offsets: First token of each row and the total behind them, int64 [rows + 1].
-        tokens: Values of `TOKEN_COLUMNS`, flat: [tokens] each; NaN becomes null.
+        tokens: Values of `token_columns`, flat: [tokens] each; NaN becomes null.
     """
+
+    row_columns: ClassVar[Mapping[str, str]] = ROW_COLUMNS
+    token_columns: ClassVar[Mapping[str, str]] = TOKEN_COLUMNS
 
     rows: Mapping[str, Sequence[Any] | Array]
     offsets: Int64
@@ -107,11 +135,19 @@ class RolloutTable:
         import pyarrow as pa
 
         columns: dict[str, Any] = {}
-        for name, type_name in ROW_COLUMNS.items():
+        for name, type_name in self.row_columns.items():
             type_ = arrow_type(type_name)
             columns[name] = pa.array(self.rows[name], type_, from_pandas=True)
 
-        return pa.table(columns | token_lists(self.offsets, self.tokens))
+        lists = token_lists(self.offsets, self.tokens, self.token_columns)
+        return pa.table(columns | lists)
+
+
+class ExampleTable(RolloutTable):
+    """Rows of a data set that one step has learned from, as columns."""
+
+    row_columns = EXAMPLE_COLUMNS
+    token_columns = EXAMPLE_TOKEN_COLUMNS
 
 
 def arrow_type(name: str) -> pa.DataType:
@@ -125,18 +161,21 @@ def arrow_type(name: str) -> pa.DataType:
 
 
 def token_lists(
-    offsets: Int64, tokens: Mapping[str, Sequence[Any] | Array]
+    offsets: Int64,
+    tokens: Mapping[str, Sequence[Any] | Array],
+    types: Mapping[str, str] = TOKEN_COLUMNS,
 ) -> dict[str, pa.ListArray]:
-    """Return the `TOKEN_COLUMNS` of some rows, a list per row and column.
+    """Return the columns per token of some rows, a list per row and column.
 
     Args:
         offsets: First token of each row and the total behind them, int64 [rows + 1].
         tokens: Values by column, flat: [tokens] each; NaN becomes null.
+        types: Type of each column.
     """
     import pyarrow as pa
 
     columns = {}
-    for name, type_name in TOKEN_COLUMNS.items():
+    for name, type_name in types.items():
         type_ = pa.type_for_alias(type_name)
         values = pa.array(tokens[name], type_, from_pandas=True)
         columns[name] = pa.ListArray.from_arrays(pa.array(offsets, pa.int32()), values)
@@ -194,6 +233,26 @@ class RolloutFiles:
     def keeps(self, step: int) -> bool:
         """Return whether the rollouts of a step are kept."""
         return step % self.every == 0
+
+    @contextlib.contextmanager
+    def tolerating(self, step: int) -> Iterator[None]:
+        """Say once that rows of a step cannot be recorded, in place of an exception.
+
+        Raises:
+            VerlRayError: The block raised it.
+        """
+        try:
+            yield
+        except VerlRayError:
+            raise
+        # Whatever a tokenizer or a text of a user's own brings about.
+        except Exception as error:
+            self._say_once(
+                "failed",
+                f"warning: the rollouts of step {step} cannot be recorded ({error!r});"
+                " the run goes on without them, and tries again with the next step"
+                " (tracking.rollouts=none does not)",
+            )
 
     def write(self, step: int, content: bytes, *, is_last: bool = False) -> bool:
         """Write the rollouts of a step, in place of older ones.

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow.parquet
+import pyarrow.parquet as pq
 import pytest
 import yaml
 
@@ -98,7 +98,7 @@ def check_rollouts(run_dir: Path, lines: list[dict[str, float]]) -> None:
     files = recorded_rollouts(run_dir)
     assert list(files) == [1, 2, 3]
     for step, path in files.items():
-        rows = pyarrow.parquet.read_table(path).to_pylist()
+        rows = pq.read_table(path).to_pylist()
         assert lines[step]["rollouts/recorded_rows"] == len(rows) == 8
         assert lines[step]["rollouts/recorded_every"] == 1
         # The critic's updates are the first that go on meanwhile.
@@ -313,7 +313,7 @@ def test_a_finished_run_is_evaluated_by_a_command(
     assert np.mean([row["score"] for row in rows]) == written["metrics"][name]
     assert {row["finish"] for row in rows} <= {"stop", "length"}
     assert all(row["prompt"].endswith("=") and row["answer"] for row in rows)
-    written = pyarrow.parquet.read_table(recorded_responses(run_dir)[3]).to_pylist()
+    written = pq.read_table(recorded_responses(run_dir)[3]).to_pylist()
     for kept, row in zip(written, rows, strict=True):
         assert kept["response"] == row["response"] and kept["score"] == row["score"]
         assert kept["response_tokens"] > 0 == kept["member"]
@@ -417,7 +417,7 @@ def test_a_run_that_an_earlier_version_began_goes_on_with_the_same_numbers(
 def test_a_supervised_run(cluster: Session, inputs: Inputs, tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     changes = ["run.total_steps=30", "run.evaluate_every=15", "sft.batch_size=16", "actor.optimizer.lr=5e-3",
-               "sft.max_tokens=16", "tracking.wandb.mode=offline"]  # fmt: skip
+               "sft.max_tokens=16", "tracking.wandb.mode=offline", "tracking.rollouts=all"]  # fmt: skip
     ended = command(
         cluster,
         "train",
@@ -435,6 +435,15 @@ def test_a_supervised_run(cluster: Session, inputs: Inputs, tmp_path: Path) -> N
     for line in (lines[0], lines[15], lines[30]):
         perplexity = math.exp(line["val-core/held_out/loss"])
         assert line["val-aux/held_out/perplexity"] == pytest.approx(perplexity)
+    for step, path in recorded_rollouts(run_dir).items():
+        rows = pq.read_table(path).to_pylist()
+        tokens = [loss for row in rows for loss in row["losses"] if loss is not None]
+        assert np.mean(tokens) == pytest.approx(lines[step]["train/loss"], abs=1e-5)
+        assert (
+            "".join(rows[0]["pieces"])
+            == f"{rows[0]['prompt']}{rows[0]['response']}<eos>"
+        )
+    assert step == len(recorded_rollouts(run_dir)) == 30
     losses = {step: lines[step]["val-core/held_out/loss"] for step in (0, 15, 30)}
     # An untrained model is no better than a guess among all tokens.
     assert losses[0] == pytest.approx(lines[1]["train/loss"], rel=0.2)

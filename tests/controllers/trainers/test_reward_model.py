@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import numpy as np
+import pyarrow.parquet as pq
 import pytest
 import torch
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
@@ -24,6 +26,7 @@ from verl_ray.data.tokenizers import character_tokenizer, load_tokenizer
 from verl_ray.errors import ConfigError
 from verl_ray.models.tiny import make_tiny_qwen3
 from verl_ray.tracking.jsonl import read_metrics
+from verl_ray.tracking.rollouts import recorded_rollouts
 
 SHORT = [
     "run.threads_per_rank=1",
@@ -62,7 +65,8 @@ def resumed(
     folder = tmp_path_factory.mktemp("resumed")
     whole, broken = folder / "whole", folder / "broken"
     changes = ["backend=fsdp", "preference.margin=0.5", "preference.label_smoothing=0.1",
-               "reward.optimizer.schedule=constant"]  # fmt: skip
+               "reward.optimizer.schedule=constant", "reward.num_ranks=2",
+               "tracking.rollouts=all"]  # fmt: skip
     for run_dir, steps in ((whole, 4), (broken, 2), (broken, 4)):
         run = preference_run(
             inputs, pairs, run_dir, *changes, f"run.total_steps={steps}"
@@ -86,6 +90,24 @@ def test_training_resumes_to_the_same_bits(
         )
         states.append(torch.load(folder / "state.pt", weights_only=False)["model"])
     assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
+
+    # Each step has recorded its pairs once, with the rewards that the metrics average.
+    for step in (1, 2, 3, 4):
+        rows, again = (
+            pq.read_table(recorded_rollouts(folder)[step]).to_pylist()
+            for folder in resumed
+        )
+        assert rows == again and len(rows) == 2 * 16
+        chosen, rejected = rows[0::2], rows[1::2]
+        assert {row["label"] for row in chosen} == {"chosen"}
+        assert [row["prompt"] for row in chosen] == [row["prompt"] for row in rejected]
+        line = straight[step]
+        for name, column in (("reward/chosen", "reward"), ("reward/margin", "margin"),
+                             ("reward/loss", "loss")):  # fmt: skip
+            mean = np.mean([row[column] for row in chosen])
+            assert mean == pytest.approx(line[name], abs=1e-5)
+        mean = np.mean([row["reward"] for row in rejected])
+        assert mean == pytest.approx(line["reward/rejected"], abs=1e-5)
 
     _, loss = by_transformers(resumed[1] / "model", pairs)
     assert broken[-1]["val-core/held_out/log_loss"] == pytest.approx(loss, abs=1e-5)

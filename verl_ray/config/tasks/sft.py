@@ -8,6 +8,7 @@ from typing import ClassVar
 from verl_ray.config.data import RecordKind, RowFormat
 from verl_ray.config.distill import TeacherFileConfig, divergence_of_a_file_is_read
 from verl_ray.config.roles import ModelRole, SupervisedRole
+from verl_ray.config.run import RolloutTrackingConfig, rollout_bound_is_used
 from verl_ray.config.schema import Config
 from verl_ray.errors import Problem
 from verl_ray.settings.section import Fraction, OverriddenKeys, Positive, Section
@@ -45,6 +46,7 @@ class SFTConfig(Config):
     actor: SupervisedRole
     sft: SupervisedConfig
     evaluation: SupervisedEvaluationConfig
+    tracking: RolloutTrackingConfig
 
     # Long answers are hardly ever right word by word, so the loss tells more.
     main_metrics: ClassVar[str] = "val-core/held_out/loss"
@@ -79,6 +81,7 @@ class SFTConfig(Config):
 
     def problems(self, overridden: OverriddenKeys) -> Iterator[Problem]:
         yield from super().problems(overridden)
+        yield from rollout_bound_is_used(self.tracking, overridden)
         yield from stopping_is_measured(self)
         yield from divergence_of_a_file_is_read(self.sft, overridden)
 

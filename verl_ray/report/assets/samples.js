@@ -1,10 +1,10 @@
 "use strict";
 // Prompts and responses: filtered, sorted, side by side, and with the values of their tokens.
 
-const itemHeight = 62;
+const itemHeight = 76;
 const mostBeside = 24;
 const samplesView = {
-  filters: {}, sort: "recorded", selected: null, selectedKey: null, mode: "sample", coloring: "turns",
+  filters: {}, sort: "recorded", selected: null, selectedKey: null, mode: "sample", coloring: null,
   scrolled: { order: "", top: 0 },
 };
 
@@ -44,7 +44,7 @@ async function samplesTab(report, redraw) {
   const list = sampleList(samples, places, select);
   await showDetail();
 
-  const kind = columns.end.some((end) => end !== "") ? "episodes" : "responses";
+  const kind = has(columns, "margin") ? "pairs" : has(columns, "loss") ? "examples" : columns.end.some((end) => end !== "") ? "episodes" : "responses";
   const total = new Set(columns.episode.slice(0, samples.shown)).size;
   const rest = samples.recorded - samples.shown;
   const isPart = samples.steps < samples.recordedSteps;
@@ -59,13 +59,19 @@ async function samplesTab(report, redraw) {
 
 // ------------------------------------------------------------------------------ filters
 
-const choiceFilters = [["run", "run"], ["source", "from"], ["step", "step"], ["data_source", "data source"], ["finish", "finish"], ["end", "end"], ["failure", "failure"]];
-const rangeFilters = [["reward", "reward"], ["response_tokens", "tokens"]];
+const choiceFilters = [["run", "run"], ["source", "from"], ["step", "step"], ["data_source", "data source"], ["label", "label"], ["finish", "finish"], ["end", "end"], ["failure", "failure"]];
+const rangeFilters = [["reward", "reward"], ["margin", "margin"], ["loss", "loss"], ["response_tokens", "tokens"]];
 const sorts = {
   recorded: ["as drawn", null], rewardDown: ["highest reward", ["reward", -1]], rewardUp: ["lowest reward", ["reward", 1]],
   longest: ["longest", ["response_tokens", -1]], shortest: ["shortest", ["response_tokens", 1]],
+  marginUp: ["smallest margin", ["margin", 1]], lossDown: ["highest loss", ["loss", -1]],
   advantage: ["largest advantage", ["advantage", -1]], step: ["newest step", ["step", -1]],
 };
+
+/** Return whether any row has a number of this name. */
+function has(columns, name) {
+  return columns[name].some((value) => value !== null);
+}
 
 /** Return the places of the first rows of the episodes that pass the filters, in the order that is chosen. */
 function matching(samples) {
@@ -111,7 +117,8 @@ function filterTools(samples, redraw) {
     const values = [...new Set(columns[name])].filter((value) => value !== "");
     // An address may name a step of which nothing is recorded.
     if (name === "step" && samplesView.filters.step && !values.includes(Number(samplesView.filters.step))) values.push(Number(samplesView.filters.step));
-    const isUseful = values.length > 1 || (name === "failure" && values.length);
+    // Both responses of a pair are one entry of the list.
+    const isUseful = (values.length > 1 && !(name === "label" && has(columns, "margin"))) || (name === "failure" && values.length);
     if (!isUseful) return [];
     values.sort((a, b) => (typeof a === "number" ? a - b : String(a) < String(b) ? -1 : 1));
     const choices = values.map((value) => [value, name === "run" ? report.runs[value].name : String(value)]);
@@ -126,7 +133,8 @@ function filterTools(samples, redraw) {
     });
     return [element("label", {}, title, bound("from"), bound("to"))];
   });
-  const choices = Object.entries(sorts).map(([key, [title]]) => [key, title]);
+  const isKnown = ([, [, order]]) => order === null || has(columns, order[0]);
+  const choices = Object.entries(sorts).filter(isKnown).map(([key, [title]]) => [key, title]);
   return element("div", { class: "tools" }, ...menus, ...ranges,
     menu("sort", choices, samplesView.sort, (value) => { samplesView.sort = value; redraw(); }),
     element("button", { type: "button", onclick: () => { samplesView.filters = {}; redraw(); } }, "clear"));
@@ -171,37 +179,69 @@ function sampleList(samples, places, select) {
 }
 
 function sampleItem({ columns, report }, place, order, select) {
-  const reward = columns.reward[place];
+  const [title, value] = mainNumber(columns, place);
   const isSelected = place === samplesView.selected;
   const item = element("div", { class: "item", role: "option", "aria-selected": String(isSelected), onclick: () => select(place) },
     element("div", { class: "top" },
       report.runs.length > 1 ? swatch(columns.run[place]) : null,
-      element("span", {}, `step ${columns.step[place]}`), element("span", {}, `${columns.source[place] === "training" ? "prompt" : "problem"} ${columns.group[place]}`),
-      element("span", {}, visible(columns.failure[place] || columns.finish[place])), element("b", {}, short(reward))),
+      element("span", {}, `step ${columns.step[place]}`), element("span", {}, `${unitOf(columns, place)} ${columns.group[place]}`),
+      element("span", {}, visible(columns.failure[place] || columns.finish[place])), element("b", {}, title === "reward" ? short(value) : `${title} ${short(value)}`)),
+    element("div", { class: "text question" }, visible(columns.question[place])),
     element("div", { class: "text" }, visible(columns.preview[place]) || "(empty)"));
   item.style.top = `${order * itemHeight}px`;
   return item;
 }
 
+/** Return what a row and those of its group belong to. */
+function unitOf(columns, place) {
+  if (columns.source[place] !== "training") return "problem";
+  if (columns.margin[place] !== null) return "pair";
+  return columns.loss[place] !== null ? "example" : "prompt";
+}
+
+/** Return the number that tells most of a row, with its name. */
+function mainNumber(columns, place) {
+  const name = ["margin", "reward", "loss"].find((key) => columns[key][place] !== null) ?? "reward";
+  return [name, columns[name][place]];
+}
+
 // ------------------------------------------------------------------------------- detail
 
-const modes = [["sample", "itself"], ["group", "its group"], ["prompt", "its prompt over the steps"]];
+const modes = [["sample", "itself"], ["group", "its group"], ["prompt", "its prompt over the steps"], ["runs", "its prompt in each run"]];
 const colorings = [
   ["none", "nothing"], ["turns", "who wrote it"], ["logProb", "log-prob"], ["difference", "trainer less sampler"],
   ["advantage", "advantage"], ["version", "policy version"],
 ];
+// Of a row of a data set, of which nothing was sampled.
+const exampleColorings = [["loss", "loss"], ["turns", "what is learned from"], ["none", "nothing"]];
+
+/** Return the colourings that a row has, the usual one among them. */
+function coloringsOf({ columns }, place) {
+  const isExample = columns.loss[place] !== null;
+  const hasLosses = isExample && columns.label[place] === "";
+  const choices = isExample ? exampleColorings.slice(hasLosses ? 0 : 1) : colorings;
+  const isChoice = choices.some(([key]) => key === samplesView.coloring);
+  return { choices, coloring: isChoice ? samplesView.coloring : hasLosses ? "loss" : "turns" };
+}
 
 async function detailOf(samples, place, redraw) {
   if (place === null) return [element("p", { class: "note" }, "Nothing passes the filters.")];
   const beside = placesBeside(samples, place);
   const shown = beside.slice(0, mostBeside);
   const cards = await Promise.all(shown.map((other) => sampleCard(samples, other, place)));
+  const { choices, coloring } = coloringsOf(samples, place);
+  const runs = samples.report.runs;
+  const isPossible = { runs: runs.length > 1, group: samples.columns.loss[place] === null };
+  const shownModes = modes.filter(([mode]) => isPossible[mode] ?? true);
   const tools = element("div", { class: "tools" },
-    choiceButtons("What stands side by side", modes, samplesView.mode, (mode) => { samplesView.mode = mode; redraw(); }),
-    shown.some((other) => samples.columns.hasTokens[other]) ? menu("colour by", colorings, samplesView.coloring, (value) => { samplesView.coloring = value; redraw(); }) : "",
-    coloringScale());
+    choiceButtons("What stands side by side", shownModes, samplesView.mode, (mode) => { samplesView.mode = mode; redraw(); }),
+    shown.some((other) => samples.columns.hasTokens[other]) ? menu("colour by", choices, coloring, (value) => { samplesView.coloring = value; redraw(); }) : "",
+    coloringScale(coloring));
   const more = beside.length - shown.length;
-  return [tools, more > 0 ? element("p", { class: "quiet" }, `${beside.length} rows, the first ${mostBeside} are shown`) : "",
+  const absent = samplesView.mode === "runs" ? runs.filter((_, run) => !beside.some((other) => samples.columns.run[other] === run)) : [];
+  return [tools,
+    absent.length ? element("p", { class: "quiet" }, "Not recorded in ", recorded(absent.map((run) => run.name).join(", ")), ".") : "",
+    more > 0 ? element("p", { class: "quiet" }, `${beside.length} rows, the first ${mostBeside} are shown`) : "",
     cards.length === 1 ? cards[0] : element("div", { class: "beside", tabindex: "0" }, ...cards)];
 }
 
@@ -215,7 +255,23 @@ function placesBeside({ columns, shown }, place) {
   if (samplesView.mode === "prompt") {
     return all.filter(same(["source", "prompt"])).sort((a, b) => columns.step[a] - columns.step[b] || columns.run[a] - columns.run[b] || columns.member[a] - columns.member[b] || columns.row[a] - columns.row[b]);
   }
-  return all.filter(same(["episode"])).sort((a, b) => columns.row[a] - columns.row[b]);
+  if (samplesView.mode === "runs") return placesInRuns(columns, all.filter(same(["source", "prompt"])), place);
+  return all.filter(same(["episode"])).sort((a, b) => columns.member[a] - columns.member[b] || columns.row[a] - columns.row[b]);
+}
+
+/** Return the places of the episodes of each run that are nearest to a row's step, and to its place in the group. */
+function placesInRuns(columns, places, place) {
+  const distance = (i) => [i === place ? 0 : 1, Math.abs(columns.step[i] - columns.step[place]), Math.abs(columns.member[i] - columns.member[place])];
+  const compare = (a, b) => {
+    const [first, second] = [distance(a), distance(b)];
+    const at = first.findIndex((value, i) => value !== second[i]);
+    return at < 0 ? 0 : first[at] - second[at];
+  };
+  const nearest = new Map();
+  for (const i of places.toSorted(compare)) if (!nearest.has(columns.run[i])) nearest.set(columns.run[i], columns.episode[i]);
+  const episodes = new Set(nearest.values());
+  return places.filter((i) => episodes.has(columns.episode[i]))
+    .sort((a, b) => columns.run[a] - columns.run[b] || columns.member[a] - columns.member[b] || columns.row[a] - columns.row[b]);
 }
 
 /** Return the value of a row from blocks, of which each has its first row and its number. */
@@ -229,7 +285,13 @@ async function sampleCard(samples, place, selected) {
   const [prompt, response, answer, scores, turns, output] = await valueOfRow(report.blocks, samples.texts, place);
   const tokens = columns.hasTokens[place] ? await valueOfRow(report.blocks, samples.tokens, place) : null;
 
-  const pairs = [["step", columns.step[place]], ["reward", short(columns.reward[place])]];
+  const isExample = columns.loss[place] !== null;
+  const coloring = coloringsOf(samples, place).coloring;
+  const pairs = [["step", columns.step[place]]];
+  if (columns.label[place]) pairs.push(["label", columns.label[place]]);
+  for (const name of ["reward", "margin", "loss"]) {
+    if (columns[name][place] !== null || (name === "reward" && !isExample)) pairs.push([name, short(columns[name][place])]);
+  }
   for (const [name, value] of Object.entries(scores)) pairs.push([`${name} score`, value === null ? "failed" : short(value)]);
   if (columns.advantage[place] !== null) pairs.push(["advantage", signed(columns.advantage[place])]);
   if (columns.response_tokens[place] >= 0) pairs.push(["tokens", columns.response_tokens[place]]);
@@ -246,7 +308,7 @@ async function sampleCard(samples, place, selected) {
   const plain = (text) => element("p", { class: "text-block" }, visible(text));
   return element("article", { class: "card sample", "aria-current": place === selected ? "true" : null },
     element("div", { class: "pairs" }, ...pairs.map(([title, value]) => element("div", {}, element("span", {}, `${visible(title)} `), recorded(value)))),
-    ...(tokens ? [part(tokenTitle(tokens, isEpisode), tokenText(tokens, isEpisode, turns))] : []),
+    ...(tokens ? [part(tokenTitle(tokens, isEpisode, isExample), tokenText(tokens, isEpisode, turns, coloring))] : []),
     ...(tokens && !isCut(tokens) ? [] : [part("prompt", plain(prompt)), part("response", plain(response))]),
     answer ? part("expected answer", plain(answer)) : "",
     output ? part("printed by the command of the episode", plain(output)) : "");
@@ -255,14 +317,15 @@ async function sampleCard(samples, place, selected) {
 // ------------------------------------------------------------------------------- tokens
 
 /** Return how strongly a token is coloured, from -1 to 1, and null for not at all. */
-function strengthOf(tokens, i) {
-  const [, mask, sampler, trainer, advantages, versions] = tokens;
+function strengthOf(tokens, i, coloring) {
+  const [, mask, sampler, trainer, advantages, versions, , losses] = tokens;
   if (!mask[i]) return null;
-  switch (samplesView.coloring) {
+  switch (coloring) {
     case "turns": return 0.3;
     case "logProb": return sampler[i] === null ? null : Math.max(-1, sampler[i] / 4000);
     case "difference": return sampler[i] === null || trainer[i] === null ? null : Math.max(-1, Math.min(1, (trainer[i] - sampler[i]) / 500));
     case "advantage": return advantages[i] === null ? null : Math.max(-1, Math.min(1, advantages[i] / 2000));
+    case "loss": return losses[i] === null ? null : -Math.min(1, losses[i] / 4000);
     case "version": return versions[i] < 0 ? null : versions[i] % 2 ? 0.7 : -0.7;
     default: return null;
   }
@@ -273,14 +336,15 @@ function isCut([pieces, , , , , , total]) {
   return pieces.length < total;
 }
 
-function tokenTitle(tokens, isEpisode) {
+function tokenTitle(tokens, isEpisode, isExample) {
   const [pieces, , , , , , total] = tokens;
   const which = isCut(tokens) ? `the first ${grouped(pieces.length)} of the row's ${grouped(total)} tokens` : "tokens of the row";
+  if (isExample) return `${which}, prompt included; grey ones are not learned from`;
   return `${which}, prompt included; ${isEpisode ? "frames are turns of the policy, and " : ""}grey ones are masked: the policy did not sample them`;
 }
 
 /** Return the tokens of a row. A run of sampled ones is a turn of the policy; the others were given to it. Turns have their numbers in the episode and their rewards, where these are recorded. */
-function tokenText(tokens, isEpisode, turns) {
+function tokenText(tokens, isEpisode, turns, coloring) {
   const [pieces, mask] = tokens;
   const ends = new Set(turns.map(([, end]) => end));
   const parts = [];
@@ -291,7 +355,7 @@ function tokenText(tokens, isEpisode, turns) {
       const kind = mask[i] ? (isEpisode ? "sampled turn" : "sampled") : begun ? "given between" : "given";
       parts.push(element("span", { class: kind, "data-turn": mask[i] && isEpisode ? turnTitle(turns, begun) : null }));
     }
-    parts.at(-1).append(tokenSpan(tokens, i));
+    parts.at(-1).append(tokenSpan(tokens, i, coloring));
   });
   return element("p", { class: "text-block" }, ...parts);
 }
@@ -302,26 +366,27 @@ function turnTitle(turns, begun) {
   return `${number + 1}, reward ${short(reward)}`;
 }
 
-function tokenSpan(tokens, i) {
-  const [pieces, mask, sampler, trainer, advantages, versions] = tokens;
+function tokenSpan(tokens, i, coloring) {
+  const [pieces, mask, sampler, trainer, advantages, versions, , losses] = tokens;
   const span = element("span", {}, visible(pieces[i]));
-  const strength = strengthOf(tokens, i);
+  const strength = strengthOf(tokens, i, coloring);
   if (strength !== null) {
     const share = Math.round(70 * Math.abs(strength));
     span.style.background = `color-mix(in srgb, var(--series-${strength < 0 ? 1 : 0}) ${share}%, transparent)`;
   }
   if (!mask[i]) return span;
   const thousandths = (value) => (value === null ? "–" : (value / 1000).toFixed(3));
-  span.title = `log-prob ${thousandths(sampler[i])}, of the trainer ${thousandths(trainer[i])}, advantage ${thousandths(advantages[i])}, version ${versions[i]}`;
+  if (losses[i] !== null) span.title = `loss ${thousandths(losses[i])}`;
+  else if (sampler[i] !== null) span.title = `log-prob ${thousandths(sampler[i])}, of the trainer ${thousandths(trainer[i])}, advantage ${thousandths(advantages[i])}, version ${versions[i]}`;
   return span;
 }
 
-function coloringScale() {
+function coloringScale(coloring) {
   const texts = {
     logProb: ["certain", "log-prob of −4 or less", "transparent", "series-1"],
     difference: ["−0.5", "+0.5", "series-1", "series-0"], advantage: ["−2", "+2", "series-1", "series-0"],
-    version: ["even", "odd versions", "series-1", "series-0"],
-  }[samplesView.coloring];
+    version: ["even", "odd versions", "series-1", "series-0"], loss: ["0", "loss of 4 or more", "transparent", "series-1"],
+  }[coloring];
   if (!texts) return "";
   const [low, high, from, to] = texts;
   const name = (color) => (color === "transparent" ? color : `color-mix(in srgb, var(--${color}) 70%, transparent)`);
