@@ -121,7 +121,7 @@ def test_every_tab_draws_itself_without_a_request(
     assert said.startswith("Held-out sums/acc/mean@1 rose from 0.375 at step 0 to")
     held_out = page.locator("section table").first.inner_text()
     assert "↑ higher is better" in held_out
-    for tab in ("Curves", "Samples", "Time and memory", "Settings", "Overview"):
+    for tab in ("Curves", "Samples", "Time and memory", "Logs", "Settings", "Overview"):
         opened.tab(tab)
         page.wait_for_selector("main > :first-child")
         # Nothing makes the page wider than the screen.

@@ -325,10 +325,19 @@ def test_errors_in_the_logs_are_counted(
     logs.mkdir()
     lines = ["all is well", "ValueError: 1 of 7", "ValueError: 2 of 7", "no error"]
     lines += ["  Error: x", "AssertionError", "an Error"]
+    lines += ["WARNING 12 slow", "UserWarning: 1", "a warning", "WARNING 13 slow"]
     (logs / "actor-0.log").write_text("\n".join(lines))
     (logs / "old-0.log").write_text("a.OSError: old")
     os.utime(logs / "old-0.log", (1000.0, 1000.0))
-    errors = read_run(tmp_path, most_rows=10).log_errors
+    run = read_run(tmp_path, most_rows=10)
+    warnings = [error for error in run.log_errors if error.is_warning]
+    assert [(warning.text, warning.count) for warning in warnings] == [
+        ("WARNING 13 slow", 2),
+        ("UserWarning: 1", 1),
+    ]
+    assert [end.file for end in run.log_ends] == ["actor-0.log", "old-0.log"]
+    assert run.log_ends[0].text.endswith("\nWARNING 13 slow")
+    errors = [error for error in run.log_errors if not error.is_warning]
     assert [(error.file, error.text, error.count) for error in errors] == [
         ("old-0.log", "a.OSError: old", 1),
         ("actor-0.log", "ValueError: 2 of 7", 2),
@@ -338,7 +347,7 @@ def test_errors_in_the_logs_are_counted(
 
     monkeypatch.setattr(record, "_LOG_BYTES", 24)
     run = read_run(tmp_path, most_rows=10)
-    assert [error.text for error in run.log_errors] == ["AssertionError"]
+    assert [error.text for error in run.log_errors] == ["WARNING 13 slow"]
     assert "the 1 oldest were not searched" in run.damage[0]
 
 

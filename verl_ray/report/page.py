@@ -74,6 +74,7 @@ _SCRIPTS = (
     "curves.js",
     "samples.js",
     "time.js",
+    "logs.js",
     "page.js",
 )
 _STYLES = ("uPlot.min.css", "page.css")
@@ -271,6 +272,7 @@ def _run(record: RunRecord, blocks: Blocks, stride: int) -> dict[str, Any]:
         "scoreFailures": _score_failures(lines),
         "faults": [dict(fault) for fault in record.faults],
         "logErrors": [asdict(error) for error in record.log_errors],
+        "logEnds": blocks.add_json([asdict(end) for end in record.log_ends]),
         "damage": list(record.damage),
         "trace": _trace(record, blocks),
     }

@@ -61,13 +61,24 @@ _TRACE_HEAD_BYTES = 1 << 20
 
 @dataclass(frozen=True)
 class LogError:
-    """Lines of a log that are alike but for their numbers, and name an error."""
+    """Lines of a log that are alike but for their numbers: an error, or a warning."""
 
     file: str
     text: str
     """The last such line, at most 400 characters of it."""
 
     count: int
+    is_warning: bool = False
+
+
+@dataclass(frozen=True)
+class LogEnd:
+    """The last lines of a log."""
+
+    file: str
+    text: str
+    written_s: float
+    """Time of its last line, in seconds since 1970."""
 
 
 @dataclass(frozen=True)
@@ -113,6 +124,11 @@ class RunRecord:
     """Lines of faults.jsonl: failures of processes."""
 
     log_errors: Sequence[LogError] = ()
+    """Errors and warnings in the logs, those of the newest log last."""
+
+    log_ends: Sequence[LogEnd] = ()
+    """Ends of the newest logs, the newest first."""
+
     versions: Mapping[str, str] = field(default_factory=dict)
     """Versions of packages, by name, of the last process or the newest checkpoint."""
 
@@ -199,12 +215,14 @@ def read_run(folder: Path, most_rows: int = 0) -> RunRecord:
     # A run that began anew may leave files of the one before.
     begun_s = segments[0].begun_s if segments else 0.0
     trace, skipped_bytes = _trace(folder / TRACE, begun_s, damage)
+    log_errors, log_ends = _logs(folder / "logs", damage)
     return replace(
         record,
         scores=_scores(folder, record.evaluations, damage),
         sampled=read_rows(folder, most_rows, damage),
         faults=read_faults(folder, begun_s, damage),
-        log_errors=_log_errors(folder / "logs", damage),
+        log_errors=log_errors,
+        log_ends=log_ends,
         versions=_versions(segments, folder / "checkpoints"),
         trace=trace,
         skipped_trace_bytes=skipped_bytes,
@@ -482,16 +500,19 @@ _BYTES_PER_LOG = 1 << 20
 _LOG_BYTES = 16 << 20
 _MOST_ERRORS = 100
 _LONGEST = 400
+_MOST_ENDS = 20
+_END_CHARACTERS = 4_000
 # An exception with its message, the name of one alone, and what no exception says.
 _ERROR = re.compile(
     r"\b\w*(?:Error|Exception): |\b\w+(?:Error|Exception)\s*$"
     r"|CRITICAL|Segmentation fault|ut of memory"
 )
+_WARNING = re.compile(r"\bWARN(?:ING)?\b|\b\w*[Ww]arning: ")
 _NUMBERS = re.compile(r"\d+")
 
 
-def _log_errors(folder: Path, damage: list[str]) -> list[LogError]:
-    """Return the errors in the ends of the logs, those of the newest log last.
+def _logs(folder: Path, damage: list[str]) -> tuple[list[LogError], list[LogEnd]]:
+    """Return errors and warnings in the logs, and the ends of the newest ones.
 
     A bounded number of bytes is read, those written last.
     """
@@ -502,10 +523,11 @@ def _log_errors(folder: Path, damage: list[str]) -> list[LogError]:
         except OSError as error:
             damage.append(f"logs/{path.name} cannot be read: {error}")
 
-    newest_first = [path for _, path in sorted(written, reverse=True)]
+    newest_first = sorted(written, reverse=True)
     errors: list[LogError] = []
+    ends: list[LogEnd] = []
     remaining_bytes = _LOG_BYTES
-    for place, path in enumerate(newest_first):
+    for place, (time_ns, path) in enumerate(newest_first):
         if remaining_bytes <= 0:
             count = len(newest_first) - place
             damage.append(f"logs/: the {count} oldest were not searched for errors")
@@ -518,7 +540,12 @@ def _log_errors(folder: Path, damage: list[str]) -> list[LogError]:
         remaining_bytes -= len(content)
         text = content.decode("utf-8", errors="replace")
         errors = [*_errors_in(path.name, text), *errors]
-    return errors[-_MOST_ERRORS:]
+        if text.strip() and len(ends) < _MOST_ENDS:
+            ends.append(LogEnd(path.name, text[-_END_CHARACTERS:], time_ns / 1e9))
+
+    warnings = [error for error in errors if error.is_warning]
+    errors = [error for error in errors if not error.is_warning]
+    return [*errors[-_MOST_ERRORS:], *warnings[-_MOST_ERRORS:]], ends
 
 
 def _end_of(path: Path, num_bytes: int) -> bytes:
@@ -535,10 +562,12 @@ def _end_of(path: Path, num_bytes: int) -> bytes:
 
 def _errors_in(name: str, text: str) -> list[LogError]:
     counts: Counter[str] = Counter()
-    last: dict[str, str] = {}
+    last: dict[str, LogError] = {}
     for line in text.splitlines():
-        if _ERROR.search(line):
+        is_error = _ERROR.search(line) is not None
+        if is_error or _WARNING.search(line):
             kind = _NUMBERS.sub("0", line)[:_LONGEST]
             counts[kind] += 1
-            last[kind] = line[:_LONGEST]
-    return [LogError(name, last[kind], count) for kind, count in counts.items()]
+            shown = line[:_LONGEST]
+            last[kind] = LogError(name, shown, counts[kind], is_warning=not is_error)
+    return list(last.values())

@@ -1,7 +1,7 @@
 "use strict";
 // The tabs of the page, its theme, and newer data where a server stands behind it.
 
-const tabs = [["overview", "Overview", overviewTab], ["curves", "Curves", curvesTab], ["samples", "Samples", samplesTab], ["time", "Time and memory", timeTab], ["settings", "Settings", settingsTab]];
+const tabs = [["overview", "Overview", overviewTab], ["curves", "Curves", curvesTab], ["samples", "Samples", samplesTab], ["time", "Time and memory", timeTab], ["logs", "Logs", logsTab], ["settings", "Settings", settingsTab]];
 const refreshMs = 5000;
 let report = null;
 let drawing = 0;

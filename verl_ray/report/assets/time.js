@@ -77,11 +77,7 @@ function failures(run) {
     const rows = run.faults.map((fault) => [{ number: String(fault.step ?? "") }, recorded(`${fault.role} ${fault.rank}`), recorded(fault.kind), recorded(fault.cause), recorded(fault.cure)]);
     card("Processes that failed", table([{ number: "step" }, "process", "kind", "cause", "what the run did"], rows));
   }
-  if (run.logErrors.length) {
-    const rows = run.logErrors.map((error) => [recorded(error.file), recorded(error.text, "mono"), { number: grouped(error.count) }]);
-    card("Errors in the logs", table(["log", "line", { number: "times" }], rows));
-  }
-  if (!parts.length) card("Failures", "No score failed, no process failed, and the logs name no error.");
+  if (!parts.length) card("Failures", "No score failed, and no process failed.");
   return parts;
 }
 
