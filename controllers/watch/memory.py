@@ -1,6 +1,6 @@
-"""Memory that processes used, next to the prediction of the plan.
+"""Memory that processes used, next to the prediction of the plan, and machine use.
 
-These are the metrics `memory/...` of each step.
+These are the metrics `memory/...` of each step, and those of `machine_use.py`.
 
 Invariant: processes measure their memory while they work. They are asked for it once
 per step, by calls that run while the driver waits for others.
@@ -18,12 +18,14 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
 
+from controllers.watch.machine_use import use_metrics
 from controllers.watch.measures import Metrics
 from verl_ray.cluster.launch import Groups
 from verl_ray.config.schema import Config
 from verl_ray.preflight.machine import GIB
 from verl_ray.preflight.memory_plan import MemoryPlan, memory_plan
 from verl_ray.preflight.role_memory import ROLLOUT, Phase
+from verl_ray.profiling.machine_use import MachineUse, UseMeter
 from verl_ray.profiling.memory import CallPeaks
 from verl_ray.report.findings import is_beyond_plan
 from workers.actor import ActorWorker
@@ -68,26 +70,28 @@ class MemoryRecord:
     def __init__(self, config: Config, groups: Groups, *, on_gpus: bool) -> None:
         self._plan = memory_plan(config, on_gpus=on_gpus)
         self._groups = groups
-        self._collect_peaks: Callable[[], list[CallPeaks]] | None = None
+        self._collect: Callable[[], list[tuple[CallPeaks, MachineUse]]] | None = None
+        self._driver = UseMeter("driver", counts_children=False)
         self._measured: dict[tuple[str, Phase], int] = {}
         self._warned: set[tuple[str, Phase]] = set()
 
     def request_peaks(self) -> None:
         """Request the peaks of all processes, which reply while they work."""
-        self._collect_peaks = self._groups.request_memory()
+        self._collect = self._groups.request_usage()
 
     def metrics(self) -> Metrics:
-        """Return the measured and the predicted memory of each role and phase.
+        """Return the memory of each role and phase, its prediction, and machine use.
 
-        It is measured in the calls that had ended when the peaks were requested.
+        Memory is measured in the calls that had ended when the peaks were requested.
         """
         # A request is collected once; without a new one the last figures stay.
-        collect_peaks = self._collect_peaks
-        self._collect_peaks = None
-        if collect_peaks is not None:
-            self._measured |= peaks(self._plan, collect_peaks())
-
+        collect, self._collect = self._collect, None
         metrics: Metrics = {}
+        if collect is not None:
+            reports = collect()
+            self._measured |= peaks(self._plan, [report for report, _ in reports])
+            metrics |= use_metrics([self._driver.take(), *(use for _, use in reports)])
+
         for (role, phase), measured in self._measured.items():
             predicted = self._plan.predicted(role, phase)
             metrics[f"memory/{role}/{phase}_gib"] = measured / GIB

@@ -16,7 +16,6 @@ from verl_ray.columns.stages import Credit, Finish, Rollouts
 from verl_ray.config.tasks.rl import RLConfig
 from verl_ray.data.buffer import Experience
 from verl_ray.learning.credit import says_something, whitening_moments
-from verl_ray.profiling.memory import host_total_gib, host_used_gib
 from verl_ray.rewards.shaping import Rewards, Shaping
 
 
@@ -84,7 +83,7 @@ def row_metrics(
 def time_metrics(
     timings: Mapping[str, float], rollouts: Sharded[Rollouts], devices: int
 ) -> Metrics:
-    """Return times, times per token, throughput and the memory of the driver's host.
+    """Return times, times per token and throughput.
 
     Args:
         timings: Seconds of the step and of its phases, by timing_s/<name>.
@@ -98,6 +97,4 @@ def time_metrics(
     return metrics | {
         "perf/time_per_step": step_s,
         "perf/throughput": rollouts.num_tokens / step_s / devices,
-        "perf/cpu_memory_used_gb": host_used_gib(),
-        "perf/cpu_memory_total_gb": host_total_gib(),
     }

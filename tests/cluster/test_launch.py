@@ -125,7 +125,10 @@ def test_colocated_roles_share_a_process_and_close_gracefully(
         groups[actor].broadcast(Echo.import_torch).result()
         assert groups[actor].broadcast(Echo.threads).result() == [(1, "1"), (1, "1")]
         assert groups[rollout].scatter(Echo.count, put(rows_of([3]))).result() == [3]
-        peaks = groups.request_memory()()  # of each process, whatever its roles
+        usage = groups.request_usage()()  # of each process, whatever its roles
+        peaks = [process for process, _ in usage]
+        sets = [use.processes for _, use in usage]
+        assert sets == ["trainer", "trainer", "rollout"]
         called = [("actor", "import_torch"), ("actor", "pid"), ("actor", "threads"), ("critic", "context_of"),
                   ("critic", "pid")]  # fmt: skip
         assert [sorted(process.by_call) for process in peaks] == [
@@ -139,7 +142,7 @@ def test_colocated_roles_share_a_process_and_close_gracefully(
                 - process.by_call["actor", "pid"]
                 > 30 << 20
             )
-        assert [process.by_call for process in groups.request_memory()()] == [
+        assert [process.by_call for process, _ in groups.request_usage()()] == [
             {},
             {},
             {},

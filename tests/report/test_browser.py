@@ -454,7 +454,7 @@ def test_hostile_texts_run_nothing(browser: Browser, tmp_path: Path) -> None:
     )
     opened = Opened(browser, made(folder))
     page = opened.page
-    for tab in ("Curves", "Samples", "Time and memory", "Settings"):
+    for tab in ("Curves", "Samples", "Time and memory", "Logs", "Settings"):
         opened.tab(tab)
         page.wait_for_selector("main > :first-child")
         if tab == "Curves":

@@ -49,6 +49,7 @@ from verl_ray.errors import ClusterError, StaleIncarnation, VerlRayError
 from verl_ray.ops.installed_torch import choose_vector_program
 from verl_ray.ownership import Owner, remove_stale
 from verl_ray.private_files import shared_folder
+from verl_ray.profiling.machine_use import MachineUse, UseMeter
 from verl_ray.profiling.memory import CallPeaks, PeakWatch
 from verl_ray.profiling.progress import (
     advance,
@@ -93,7 +94,9 @@ class WorkerHost:
         self._ended_streams: deque[str] = deque(maxlen=_REMEMBERED_STREAMS)
         self._listener: socket.socket | None = None
         self._joined = not rank_spec.process_group
-        self._memory = PeakWatch(on_device=rank_spec.device != "cpu")
+        on_device = rank_spec.device != "cpu"
+        self._memory = PeakWatch(on_device=on_device)
+        self._use = UseMeter(rank_spec.processes.replace(" ", "_"), on_device=on_device)
 
         # On a node without a driver nobody else does it: neither for a run before, nor
         # for the process whose place this one takes.
@@ -289,9 +292,9 @@ class WorkerHost:
                 return Whereabouts(running, progress_and_waits(), line, *collectives())
         return Whereabouts(None, progress_and_waits(), "", *collectives())
 
-    def memory(self) -> CallPeaks:
-        """Peak memory of each call that ended since the last call of this method."""
-        return self._memory.take()
+    def usage(self) -> tuple[CallPeaks, MachineUse]:
+        """Peak memory of each call that ended since the last call, and machine use."""
+        return self._memory.take(), self._use.take()
 
     def spans(self) -> ProcessSpans:
         """Spans of this process since the last call of this method."""

@@ -30,6 +30,7 @@ from verl_ray.cluster.rank_calls import (
 )
 from verl_ray.cluster.waiting import CLUSTER_LOSS
 from verl_ray.cluster.whereabouts import REGISTRY
+from verl_ray.profiling.machine_use import MachineUse
 from verl_ray.profiling.memory import CallPeaks
 from verl_ray.profiling.trace import ProcessSpans
 
@@ -107,8 +108,8 @@ class Groups:
             if processes.lenders is not None and processes not in lost:
                 processes.check_lenders()
 
-    def request_memory(self) -> Callable[[], list[CallPeaks]]:
-        """Request the peak memory of each call since the last such request.
+    def request_usage(self) -> Callable[[], list[tuple[CallPeaks, MachineUse]]]:
+        """Request peak memory of each call, and machine use, since the last request.
 
         Processes reply also while they are busy.
 
@@ -119,13 +120,13 @@ class Groups:
         rank_calls = [
             rank_call
             for processes in self._sets
-            for rank_call in processes.request("memory")
+            for rank_call in processes.request("usage")
         ]
 
-        def peaks() -> list[CallPeaks]:
+        def usage() -> list[tuple[CallPeaks, MachineUse]]:
             return replies_within(rank_calls, _MEMORY_S)
 
-        return peaks
+        return usage
 
     def take_spans(
         self, within_s: float, *, waits_for_late: bool = False

@@ -55,7 +55,8 @@ timing_s/gen timing_s/reward timing_s/old_log_prob timing_s/ref timing_s/values 
 timing_s/update_actor timing_s/update_weights timing_s/step timing_s/controller
 timing_per_token_ms/gen timing_per_token_ms/ref timing_per_token_ms/values timing_per_token_ms/adv
 timing_per_token_ms/update_critic timing_per_token_ms/update_actor
-perf/total_num_tokens perf/time_per_step perf/throughput perf/cpu_memory_used_gb perf/cpu_memory_total_gb perf/tflops/actor perf/tflops/critic
+perf/total_num_tokens perf/time_per_step perf/throughput perf/cpu_memory_used_gb perf/cpu_memory_total_gb perf/cpu_percent perf/driver/cpu_cores perf/rollout/cpu_cores
+perf/tflops/actor perf/tflops/critic
 global_seqlen/min global_seqlen/max global_seqlen/minmax_diff global_seqlen/balanced_min global_seqlen/balanced_max
 global_seqlen/mean
 training/global_step training/epoch training/rollout_probs_diff_mean training/rollout_probs_diff_max

@@ -2,13 +2,38 @@
 // Where the time and the memory went, and what failed.
 
 const timeView = { run: 0, step: null };
+const mostUseCurves = 8;
 
 function timeTab(report, redraw) {
   const number = Math.min(timeView.run, report.runs.length - 1);
   const run = report.runs[number];
   const tools = report.runs.length > 1 ? element("div", { class: "tools" }, menu("run", report.runs.map((other, i) => [i, other.name]), number,
     (value) => { timeView.run = Number(value); timeView.step = null; redraw(); })) : null;
-  return [tools, phaseChart(run), durationTable(run), traceSection(run, redraw), memoryTable(run), ...failures(run)];
+  return [tools, phaseChart(run), durationTable(run), traceSection(run, redraw), useCharts(run), memoryTable(run), ...failures(run)];
+}
+
+const useKinds = [
+  ["CPUs and GPUs, percent", /^perf\/(.*\/)?(cpu|gpu)_percent$/, "%"],
+  ["CPU cores by processes", /^perf\/(.*)\/cpu_cores$/, ""],
+  ["memory in use, GiB", /^perf\/(cpu_memory_(used|total)|(.*\/)memory_used)_gb$|(^|\/)perf\/max_memory_(reserved|allocated)_gb$/, ""],
+];
+
+/** Return charts of the use of machines over the steps. */
+function useCharts(run) {
+  const cards = useKinds.flatMap(([title, pattern, unit]) => {
+    const metrics = run.metrics.filter(([name]) => pattern.test(name));
+    if (!metrics.length) return [];
+    const load = async () => {
+      const curves = [];
+      for (const [name, block] of metrics.slice(0, mostUseCurves)) curves.push({ title: name.replace(/(^|\/)perf\//, "$1"), steps: run.steps, values: Array.from(await run.blocks.numbers(block)) });
+      return curves.map((curve, color) => ({ ...curve, color }));
+    };
+    const left = metrics.length - mostUseCurves;
+    return [chartCard(left > 0 ? `${title} (${left} more under Curves)` : title, load, { unit })];
+  });
+  if (!cards.length) return null;
+  return element("section", {}, element("h2", {}, "Use of the machines"), element("div", { class: "charts" }, ...cards),
+    element("p", { class: "quiet" }, "CPUs and GPUs: means from the beginning of the step before to that of this one, by node and by kind of process. Memory: as the step began."));
 }
 
 function phaseChart(run) {
