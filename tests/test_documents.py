@@ -17,6 +17,7 @@ from verl_ray.algorithms.policy_losses import POLICY_LOSSES
 from verl_ray.algorithms.preference_losses import PREFERENCE_LOSSES
 from verl_ray.algorithms.row_weights import AGGREGATIONS
 from verl_ray.backends import BACKENDS
+from verl_ray.config.optimizers import OPTIMIZERS
 from verl_ray.config.reward import MixedReward
 from verl_ray.config.tasks.rl import RLConfig
 from verl_ray.report.findings import RULES
@@ -53,6 +54,13 @@ def row(*cells: str) -> str:
 TABLES = {
     ("docs/backends.md", "| `backend=` | what it is |"): [
         row(f"`{name}`", about) for name, about in groups()["backend"].items()
+    ],
+    ("docs/configuration.md", "| group | choices |"): [
+        row(f"`{name}`", ", ".join(f"`{choice}`" for choice in choices))
+        for name, choices in groups().items()
+    ],
+    ("docs/configuration.md", "| `optimizer@ROLE.optimizer=` | what it is |"): [
+        row(f"`{name}`", about) for name, about in groups()["optimizer"].items()
     ],
     ("docs/algorithms.md", "| `algorithm=` | what it is |"): [
         row(f"`{name}`", about) for name, about in groups()["algorithm"].items()
@@ -112,6 +120,7 @@ TABLES = {
 
 def test_every_backend_can_be_chosen() -> None:
     assert groups()["backend"].keys() == BACKENDS.keys()
+    assert groups()["optimizer"].keys() == OPTIMIZERS.keys()
 
 
 def rows(text: str, head: str) -> list[str]:

@@ -28,7 +28,9 @@ from controllers.compose.trees import (
 from controllers.tasks import sections_of_all_tasks
 from verl_ray.backends import BACKENDS, DEFAULT_BACKEND
 from verl_ray.config.advice import advice_on, foreign_choice
+from verl_ray.config.optimizers import OPTIMIZERS
 from verl_ray.errors import Problem
+from verl_ray.settings.section import Section
 from verl_ray.shell import for_shell, in_grammar
 from verl_ray.suggest import did_you_mean, either
 
@@ -40,11 +42,13 @@ FREE_SECTIONS = re.compile(
 )
 """Keys in sections whose keys are the user's own."""
 
-_KIND_OF_BACKEND = re.compile(r"[\w.]+\.backend\.kind")
 _GROUP_OF_BACKEND = re.compile(r"backend@([\w.]+)\.backend")
 
-_WHOLE_BACKEND = "a backend is chosen as a whole, with its settings"
-_WHOLE_REWARD = "a reward is chosen as a whole, with its settings"
+# Groups whose choices have settings of their own.
+_SETTINGS: Mapping[str, Mapping[str, type[Section]]] = {
+    "backend": BACKENDS,
+    "optimizer": OPTIMIZERS,
+}
 
 # The choice that stands for the backend of all roles, where Hydra cannot refer to it.
 _SHARED = "_shared"
@@ -173,6 +177,8 @@ class _ComposedTree:
     tree: Tree
     keys: list[str]
     """Every key that an override may have, choices included; sorted."""
+    groups: Mapping[str, str]
+    """The group that fills each section that has one of its own, by section."""
     backend_roles: list[str]
     """Roles that run on a backend; sorted."""
     null_sections: list[str]
@@ -212,6 +218,7 @@ def accept(
     composed = _ComposedTree(
         tree=tree,
         keys=sorted([*leaves(tree), *(key.replace("/", ".") for key in choices)]),
+        groups=_groups_by_section(choices),
         backend_roles=_backend_roles(choices),
         null_sections=[_key(override) for override in values if _sets_null(override)],
         set_values={
@@ -295,8 +302,7 @@ def _shared_backend_refusal(
     key = _key(override)
 
     if key == "backend.kind":
-        fix = f"Choose it with {for_shell([('backend', override.value())])}."
-        return Problem(key, override.value(), _WHOLE_BACKEND, fix)
+        return _whole_choice(key, override.value(), "backend", "backend")
 
     # Roles may run on different backends, and it is enough if one has the setting.
     if composed.roles_with(key):
@@ -312,24 +318,65 @@ def _refusal_of_a_part(override: Override, composed: _ComposedTree) -> Problem |
     key = _key(override)
     value = override.value()
 
-    # A text in place of a backend's section is meant as a choice.
-    sections = {f"{role}.backend" for role in composed.backend_roles}
-    names_backend = key in sections and isinstance(value, str)
-
-    if _KIND_OF_BACKEND.fullmatch(key) or names_backend:
-        section = key.removesuffix(".kind")
-        fix = f"Choose it with {for_shell([(f'backend@{section}', value)])}."
-        return Problem(key, value, _WHOLE_BACKEND, fix)
+    # A text in place of a section is meant as a choice.
+    section = key.removesuffix(".kind")
+    if section in composed.groups and (section != key or isinstance(value, str)):
+        group = composed.groups[section]
+        return _whole_choice(key, value, group, f"{group}@{section}")
 
     if key == "reward.kind" and not override.is_delete():
-        fix = f"Choose it with {for_shell([('reward', value)])}."
-        return Problem(key, value, _WHOLE_REWARD, fix)
+        return _whole_choice(key, value, "reward", "reward")
 
     if key == "task":
         rule = "a root config fixes this"
         return Problem(key, value, rule, "Choose another --config-name.")
 
     return None
+
+
+def _whole_choice(key: str, value: object, group: str, choosing: str) -> Problem:
+    """Return the problem of a key that is set in the place of a choice.
+
+    Args:
+        key: the key.
+        value: what it is set to.
+        group: the group that is chosen from.
+        choosing: the key that makes the choice.
+    """
+    article = "an" if group[0] in "aeiou" else "a"
+    rule = f"{article} {group} is chosen as a whole, with its settings"
+    options = options_of(group)
+    if value not in options:
+        fix = f"{did_you_mean(str(value), options, group)} Choose with {choosing}=..."
+        return Problem(key, value, rule, fix)
+
+    typed = for_shell([(choosing, value)])
+    fix = f"Choose it with {typed}; there is {', '.join(sorted(options))}."
+    return Problem(key, value, rule, fix)
+
+
+def _unknown_field(group: str, override: Override, prefix: str) -> Problem | None:
+    """Return the problem of a setting that belongs to a choice that was not made.
+
+    None if it belongs to none.
+
+    Args:
+        group: the key that chooses, such as `optimizer@actor.optimizer`.
+        override: the override.
+        prefix: what stands before the setting's name in the key.
+    """
+    key = _key(override)
+    name = key.removeprefix(prefix)
+    kind = group.partition("@")[0]
+    owners = [
+        f"{group}={choice}"
+        for choice, settings in _SETTINGS[kind].items()
+        if name in settings.model_fields
+    ]
+    if not owners:
+        return None
+    rule = f"the chosen {kind} has no such setting"
+    return Problem(key, override.value(), rule, f"It belongs to {either(owners)}.")
 
 
 def _unknown_backend_field(group: str, override: Override, prefix: str) -> Problem:
@@ -341,18 +388,9 @@ def _unknown_backend_field(group: str, override: Override, prefix: str) -> Probl
         prefix: what stands before the setting's name in the key.
     """
     key = _key(override)
-    name = key.removeprefix(prefix)
-
-    # The setting may belong to a backend that was not chosen.
-    owners = [
-        f"{group}={choice}"
-        for choice, settings in BACKENDS.items()
-        if name in settings.model_fields
-    ]
-    if owners:
-        rule = "the chosen backend has no such setting"
-        fix = f"It belongs to {either(owners)}."
-        return Problem(key, override.value(), rule, fix)
+    owned = _unknown_field(group, override, prefix)
+    if owned is not None:
+        return owned
 
     # Backends share many settings; each is suggested once, in the order of backends.
     known: dict[str, None] = {}
@@ -372,6 +410,13 @@ def _unknown_key(override: Override, composed: _ComposedTree) -> Problem:
     if is_backend_key and key_exists(composed.tree, f"{role}.backend"):
         section = f"{role}.backend"
         return _unknown_backend_field(f"backend@{section}", override, f"{section}.")
+
+    section = key.rpartition(".")[0]
+    if composed.groups.get(section) == "optimizer":
+        group = f"optimizer@{section}"
+        owned = _unknown_field(group, override, f"{section}.")
+        if owned is not None:
+            return owned
 
     # The key may lie in a section that the tree itself sets to null.
     parts = key.split(".")
@@ -409,6 +454,12 @@ def _sets_null(override: Override) -> bool:
 
 def _key(override: Override) -> str:
     return str(override.key_or_group)
+
+
+def _groups_by_section(choices: Mapping[str, str]) -> dict[str, str]:
+    """Return the group of each section that a choice of its own fills."""
+    pairs = [key.split("@") for key in choices if "@" in key]
+    return {section: group for group, section in pairs}
 
 
 def _backend_roles(choices: Mapping[str, str]) -> list[str]:

@@ -31,6 +31,7 @@ from verl_ray.errors import CheckpointError, ConfigError, Problem, file_problem
 from verl_ray.ownership import Owner
 from verl_ray.preflight.changes import Change, changed_keys
 from verl_ray.preflight.savings import in_words
+from verl_ray.suggest import either
 from verl_ray.tracking.jsonl import METRICS, RECORDED_STEPS, steps_of, unused_path
 
 
@@ -401,11 +402,20 @@ class Resumption:
         """Print a setting that differs from the checkpoint's."""
         print(f"changed since {checkpoint.path.name}: {change}", flush=True)
 
-        # A cosine schedule is stretched over the whole run.
-        if change.key == "run.total_steps" and "cosine" in str(to_tree(self.config)):
+        # Schedules that end are stretched over the whole run.
+        if change.key != "run.total_steps":
+            return
+        lengths = [each for each in (change.saved, change.now) if isinstance(each, int)]
+        progress = checkpoint.step / min(lengths)
+        schedules = {
+            optimizer.schedule
+            for optimizer in self.config.optimizers.values()
+            if optimizer.decays(progress)
+        }
+        if schedules:
             print(
-                "warning: cosine schedules now end at another step, so the learning"
-                " rate jumps",
+                f"warning: {either(sorted(schedules))} schedules now end at another"
+                " step, so the learning rate jumps",
                 file=sys.stderr,
                 flush=True,
             )

@@ -74,6 +74,7 @@ def test_every_answer_names_settings_and_choices_that_exist(role: str) -> None:
         ("checkpointing.keep_top_k", "run.best_metric"),
         ("critic_learning_rate", "critic.optimizer.lr"),
         ("weight_decay", "actor.optimizer.weight_decay"),
+        ("optim", "actor.optimizer"),
         ("seed", "run.seed"),
         ("policy.generation.temperature", "rollout.temperature"),
         ("hydra.sweep.dir", "run.dir"),

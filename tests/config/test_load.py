@@ -101,6 +101,12 @@ def test_an_earlier_configuration_is_renewed() -> None:
     assert saved["run"]["call_deadline_s"] == 77.0  # the saved tree has not changed
     assert migrated(tree()) == tree()
 
+    saved = tree()
+    warm_start = saved["prepare"]["warm_start"]
+    for role in (saved["actor"], saved["critic"], warm_start):
+        del role["optimizer"]["kind"], role["optimizer"]["decay_fraction"]
+    assert migrated(saved) == tree()
+
     weights = {"desirable_weight": None, "undesirable_weight": None}
     policy_run = {"preference": {"loss": "sigmoid"}}
     assert migrated(policy_run) == {"preference": {"loss": "sigmoid", **weights}}
@@ -293,7 +299,19 @@ def test_a_number_that_is_not_finite_is_called_that() -> None:
         ("critic.model=/tmp", "Did you mean critic.model.path=/tmp?"),
         ("actor=null", "Set the keys inside it, e.g. actor.model.path=..."),
         ("run=x", "Set the keys inside it, e.g. run.name=..."),
-        ("actor.backend=fsdp", "Choose it with backend@actor.backend=fsdp."),
+        (
+            "actor.backend=fsdp",
+            "Choose it with backend@actor.backend=fsdp; there is engine, fsdp, megatron, megatron_fsdp.",
+        ),
+        (
+            "actor.optimizer=muon",
+            "Choose it with optimizer@actor.optimizer=muon; there is adafactor, adamw, muon, sgd.",
+        ),
+        (
+            "critic.optimizer=AdamW",
+            "Did you mean adamw? There is adafactor, adamw, muon, sgd. Choose with optimizer@critic.optimizer=...",
+        ),
+        ("actor.lora=qlora", "There is linear. Choose with lora@actor.lora=..."),
     ],
 )
 def test_a_bad_section_is_the_only_problem(override: str, fix: str) -> None:

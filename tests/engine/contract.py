@@ -29,6 +29,7 @@ from tests.engine.inputs import (
     LENGTHS,
     MODELS,
     OPTIMIZER,
+    OTHERS,
     POLICY,
     PREFERENCE,
     RESPONSES,
@@ -489,6 +490,55 @@ def check_state(ranks: Ranks, kind: str) -> dict[str, Any]:
     }
 
 
+def check_optimizers(ranks: Ranks, kind: str) -> dict[str, Any]:
+    """Train with every optimizer beside AdamW that the backend has.
+
+    Muon has experts, whose matrices are stacked, and SGD an average of the weights.
+    """
+    found = {}
+    for name in BACKENDS[kind].optimizers[1:]:
+        engine = with_optimizer(ranks, kind, name)
+        mine = rows_of().select(ranks.mine(rows_of()))
+        trained = ranks.train(engine, mine, POLICY, 2)
+        saved = ranks.weights(engine)
+        folder = ranks.folder / f"{name}_{kind}_{ranks.world}"
+        sharded.save(engine.state(), str(folder))
+        resumed = with_optimizer(ranks, kind, name)
+        there_and_back(resumed)
+        load(resumed, folder)
+        there_and_back(resumed)
+        found[name] = {
+            "trained": trained,
+            "weights": saved,
+            "never stopped": ranks.train(engine, mine, POLICY, 1),
+            "resumed": ranks.train(resumed, mine, POLICY, 1),
+            "after": ranks.weights(engine),
+            "same": equal(ranks.weights(engine), ranks.weights(resumed)),
+        }
+    return found
+
+
+def with_optimizer(ranks: Ranks, kind: str, name: str) -> Engine:
+    """Build an engine with another optimizer than AdamW."""
+    model = "qwen3_moe" if name == "muon" else "qwen3"
+    average = 0.5 if name == "sgd" else None
+    return ranks.engine(kind, model, "policy", OTHERS[name], average_decay=average)
+
+
+def read_optimizers(ranks: Ranks, kind: str) -> dict[str, Any]:
+    """Take a step from the states that others have written with those optimizers."""
+    found = {}
+    for name in BACKENDS[kind].optimizers[1:]:
+        for writer, world in (("engine", 1), ("engine", 2), ("fsdp", 2)):
+            state = ranks.folder / f"{name}_{writer}_{world}"
+            if state.exists():
+                engine = with_optimizer(ranks, kind, name)
+                load(engine, state)
+                ranks.train(engine, rows_of().select(ranks.mine(rows_of())), POLICY, 1)
+                found[name, writer, world] = ranks.weights(engine)
+    return found
+
+
 def evaluated(
     ranks: Ranks, folder: Path, saved: dict[str, Any], *what: Any, **settings: Any
 ) -> tuple[list[str], bool]:
@@ -821,6 +871,7 @@ CHECKS = (
     check_refusals,
     check_non_finite,
     check_state,
+    check_optimizers,
     check_weights,
 )
 EXPORTED = ("llama", "qwen3_moe")
@@ -928,6 +979,8 @@ def read(ranks: Ranks, family: str) -> dict[str, Any]:
             check_elsewhere(ranks, kind, **settings) for kind, settings in readers
         ]
     }
+    if family != "megatron" and ranks.world < 4:
+        found["optimizers"] = {kind: read_optimizers(ranks, kind) for kind in kinds}
     if ranks.world == 2:
         found[f"continued {family}"] = check_continued(ranks, kinds[-1])
     return found

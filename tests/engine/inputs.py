@@ -31,8 +31,15 @@ from verl_ray.config.algorithm import (
     KLConfig,
     ValueLossConfig,
 )
+from verl_ray.config.optimizers import (
+    AdafactorConfig,
+    AdamWConfig,
+    MuonConfig,
+    OptimizerConfig,
+    SgdConfig,
+)
 from verl_ray.config.preparation import TinyModelConfig
-from verl_ray.config.roles import LoraConfig, OptimizerConfig
+from verl_ray.config.roles import LoraConfig
 from verl_ray.data.tokenizers import character_tokenizer
 from verl_ray.engine.base import Engine, EngineSpec, LossReport, StepReport
 from verl_ray.engine.build import build_engine
@@ -62,7 +69,8 @@ MODELS = {
 DEADLINE_S = 600
 LENGTHS = (3, 4, 9, 17, 40, 5, 12, 33, 7, 2, 21, 6)
 CLIP, DUAL, ENTROPY, KL, TEMPERATURE = 0.2, 3.0, 0.01, 0.05, 0.8
-OPTIMIZER = OptimizerConfig(
+OPTIMIZER = AdamWConfig(
+    kind="adamw",
     lr=2e-3,
     betas=(0.9, 0.95),
     eps=1e-8,
@@ -70,8 +78,18 @@ OPTIMIZER = OptimizerConfig(
     max_grad_norm=0.3,
     schedule="cosine",
     warmup_steps=2,
+    decay_fraction=0.1,
     min_lr_fraction=0.1,
 )
+_COMMON = OPTIMIZER.model_dump(exclude={"kind", "betas", "eps"})
+OTHERS: dict[str, OptimizerConfig] = {
+    "muon": MuonConfig(
+        **_COMMON, kind="muon", momentum=0.9, betas=(0.9, 0.95), eps=1e-8
+    ),
+    "sgd": SgdConfig(**_COMMON | {"lr": 0.5}, kind="sgd", momentum=0.9),
+    "adafactor": AdafactorConfig(**_COMMON | {"lr": 0.05}, kind="adafactor"),
+}
+"""Optimizers beside AdamW, by name."""
 STEPS = 10
 ENGINE: dict[str, Any] = {
     "kind": "engine", "dtype": "float32", "micro_batch_tokens_per_rank": 64, "activation_checkpointing": False,

@@ -687,6 +687,36 @@ def test_going_on_from_a_state_is_never_having_stopped_to_the_bit(results: Any) 
         assert found["resumed"] == found["never stopped"] and found["same weights"]
 
 
+def test_every_optimizer_goes_on_to_the_bit(results: Any) -> None:
+    for rank in results:
+        for found in rank["check_optimizers"].values():
+            assert found["resumed"] == found["never stopped"] and found["same"]
+
+
+@pytest.mark.parametrize("name", ["muon", "sgd"])
+def test_shards_are_stepped_as_the_whole_and_read_everywhere(
+    found: dict[int, list[dict[str, Any]]], name: str
+) -> None:
+    """A rounding to bfloat16 that differs moves a weight by a part of Muon's step."""
+    alone, two = found[1][0], found[2][0]
+    whole, shards = (two[kind]["check_optimizers"][name] for kind in ("engine", "fsdp"))
+    for kind in ("loss", "norm"):
+        close(shards["trained"][kind], whole["trained"][kind])
+        one = alone["engine"]["check_optimizers"][name]["trained"]
+        close(shards["trained"][kind], one[kind], 10 * EXACT)
+
+    # The same number of ranks has the same gradients.
+    for reader in ("engine", "fsdp"):
+        for writer, after in (("engine", whole), ("fsdp", shards)):
+            read = two["optimizers"][reader][name, writer, 2]
+            for parameter, value in after["after"].items():
+                torch.testing.assert_close(read[parameter], value, rtol=0, atol=EXACT)
+    step = inputs.OTHERS[name].lr
+    read = alone["optimizers"]["engine"][name, "fsdp", 2]
+    for parameter, value in shards["after"].items():
+        torch.testing.assert_close(read[parameter], value, rtol=0, atol=step)
+
+
 HOLDS_THE_WEIGHTS = (["model", "rng", "steps"], True)
 """Of an engine that does not learn, and has no optimizer."""
 

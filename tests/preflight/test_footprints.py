@@ -33,9 +33,11 @@ MODEL = ModelSize(
     in_layers=20 * M,
     largest_layer=10 * M,
     adapter=M,
+    factors=2 * M,
     shape=SHAPE,
     tied=False,
 )
+CHOSEN = "optimizer@actor.optimizer"
 WORK = Workload(tokens=1000, logit_tokens=500, batches=1)
 
 
@@ -119,6 +121,18 @@ def in_millions(sizes: BytesPerPart) -> dict[str, float]:
             {"weights": 96, "gradients": 96, "optimizer": 96},
             0,
         ),
+        # 20 million parameters are in blocks, and the matrices have 2 million sides.
+        ((f"{CHOSEN}=muon",), {"weights": 96, "optimizer": 112}, 96),
+        (
+            (f"{CHOSEN}=muon", "backend=fsdp", "actor.num_ranks=4"),
+            {"weights": 24, "optimizer": 28},
+            24,
+        ),
+        ((f"{CHOSEN}=adafactor",), {"weights": 96, "optimizer": 8}, 96),
+        ((f"{CHOSEN}=sgd",), {"weights": 96, "optimizer": 96}, 96),
+        ((f"{CHOSEN}=sgd", "actor.optimizer.momentum=0"), {"weights": 96}, 96),
+        # An adapter of rank 2 has 2 million parameters and a million sides.
+        (("actor.lora.rank=2", f"{CHOSEN}=muon"), {"weights": 104, "optimizer": 8}, 8),
     ],
 )
 def test_state_between_calls(
@@ -138,6 +152,7 @@ def test_state_between_calls(
         (("backend=megatron", "actor.num_ranks=4"), 24),
         (("backend=megatron", "actor.num_ranks=4", "backend.dtype=bfloat16"), 24),
         (("backend=megatron_fsdp", "actor.num_ranks=2"), 48),
+        ((f"{CHOSEN}=sgd", "actor.optimizer.momentum=0"), 96),
     ],
 )
 def test_an_average_of_the_weights_is_as_large_as_a_moment(
@@ -158,7 +173,7 @@ def test_a_role_that_does_not_learn_has_weights_alone() -> None:
 
 
 def test_nothing_is_predicted_of_layers_that_are_unknown() -> None:
-    unknown = ModelSize(M, 0, M, M, 0, None, False)
+    unknown = ModelSize(M, 0, M, M, 0, 0, None, False)
     assert of_actor(model=unknown).update["activations"] == 0
 
 

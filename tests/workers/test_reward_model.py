@@ -30,7 +30,7 @@ from verl_ray.backends.engine import EngineBackend
 from verl_ray.cluster.context import WorkerContext
 from verl_ray.columns.batch import Ragged, offsets_of
 from verl_ray.columns.stages import Finish, Rows, Scores, TrainingBatch
-from verl_ray.config.roles import OptimizerConfig
+from verl_ray.config.optimizers import AdamWConfig, OptimizerConfig
 from verl_ray.data.tokenizers import load_tokenizer
 from verl_ray.engine.base import EngineSpec
 from verl_ray.errors import NonFiniteError
@@ -214,9 +214,9 @@ def test_training_and_scoring_read_a_row_at_the_same_token(
     folder: Path, reward_model: Make, tmp_path: Path
 ) -> None:
     end = load_tokenizer(folder / "same").eos_token_id
-    optimizer = OptimizerConfig(
-        lr=1e-3, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.0, max_grad_norm=None, schedule="constant",
-        warmup_steps=0, min_lr_fraction=0.0,
+    optimizer = AdamWConfig(
+        kind="adamw", lr=1e-3, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.0, max_grad_norm=None, schedule="constant",
+        warmup_steps=0, decay_fraction=0.1, min_lr_fraction=0.0,
     )  # fmt: skip
     model = reward_model("llama", "same", name="the end of a text", pad_token_id=end)
     worker = RewardModelWorker(context(tmp_path), spec(model, optimizer=optimizer))

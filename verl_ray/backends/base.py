@@ -167,6 +167,8 @@ class BackendSettings(Section):
     releases_gradients_with_weights: ClassVar[bool] = False
     """True: the memory of gradients is released when weights are offloaded. False: it
     is released whenever no optimizer step can follow."""
+    optimizers: ClassVar[tuple[str, ...]] = ("adamw",)
+    """Names of the optimizers that its engine has."""
     moves_expert_biases: ClassVar[bool] = False
     """Whether biases of routers may follow the load of their experts."""
 
@@ -244,7 +246,7 @@ class BackendSettings(Section):
 
     @property
     def optimizer_width(self) -> int:
-        """Bytes of the optimizer's state per parameter that a rank steps."""
+        """Bytes of AdamW's state per parameter that a rank steps."""
         return MOMENTS
 
     @property

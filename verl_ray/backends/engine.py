@@ -23,6 +23,7 @@ class EngineBackend(ModuleBackend):
 
     kind: Literal["engine"]
 
+    optimizers: ClassVar[tuple[str, ...]] = ("adamw", "muon", "adafactor", "sgd")
     shares_models: ClassVar[bool] = False
     moves_expert_biases: ClassVar[bool] = True
 

@@ -79,6 +79,8 @@ class FsdpBackend(ModuleBackend):
         "host_parameters", fast=False, small=True
     )
     token_slices_key: ClassVar[str | None] = "sequence_parallel"
+    # torch's Adafactor cannot sum over the rows of sharded matrices (2.11 and 2.13).
+    optimizers: ClassVar[tuple[str, ...]] = ("adamw", "muon", "sgd")
     moves_expert_biases: ClassVar[bool] = True
 
     @classmethod

@@ -474,6 +474,12 @@ _ANSWERS: tuple[tuple[str, str], ...] = (
     ("{role}.optimizer.schedule", "lr_scheduler_type lr_scheduler warmup_style"),
     ("{role}.optimizer.schedule", "lr_decay_style"),
     (
+        "Choose optimizer@{role}.optimizer=adamw, muon, adafactor or sgd.",
+        "optim optimizer optimizer_type optimizer_name optim.optimizer optim.name",
+    ),
+    ("{role}.optimizer.momentum", "muon_momentum sgd_momentum momentum"),
+    ("{role}.optimizer.decay_fraction", "lr_wsd_decay_ratio decay_ratio"),
+    (
         "{role}.optimizer.warmup_steps counts optimizer steps: multiply the ratio by"
         " run.total_steps, and by the optimizer steps of a step.",
         "warmup_ratio lr_warmup_ratio lr_warmup_steps_ratio",
@@ -631,24 +637,23 @@ _LEARNING_RATE = (
     " actor.optimizer.schedule={choice} (critic.optimizer.schedule)."
 )
 
-# The optimizer has these two, each after actor.optimizer.warmup_steps.
+# Each comes after actor.optimizer.warmup_steps.
 _SCHEDULES_OF_LEARNING_RATE = {
-    "constant": ("constant", "constant_with_warmup"),
-    "cosine": (
-        "cosine",
-        "cosine_with_min_lr",
-        "cosine_with_restarts",
-        "inverse_sqrt",
-        "linear",
-        "polynomial",
-        "warmup_stable_decay",
-        "wsd",
-    ),
+    "constant": ("constant_with_warmup",),
+    "cosine": ("cosine_with_min_lr", "cosine_with_restarts"),
+    "inverse_sqrt": ("inverse_square_root", "noam"),
+    "linear": ("polynomial", "linear_with_warmup"),
+    "wsd": ("warmup_stable_decay",),
 }
 
 FOREIGN_CHOICES: Mapping[tuple[str, str], str] = {
     **{
         ("schedule", name): _LEARNING_RATE.format(choice=choice)
+        for choice, names in _SCHEDULES_OF_LEARNING_RATE.items()
+        for name in (choice, *names)
+    },
+    **{
+        ("optimizer.schedule", name): f"Write {choice}."
         for choice, names in _SCHEDULES_OF_LEARNING_RATE.items()
         for name in names
     },
@@ -656,4 +661,4 @@ FOREIGN_CHOICES: Mapping[tuple[str, str], str] = {
     ("schedule", "sync"): "Write schedule=synchronous.",
     ("schedule", "partial_rollout"): "Write schedule=carry_over.",
 }
-"""Sentences by group and choice."""
+"""Sentences by group, or the end of a key, and choice."""

@@ -23,7 +23,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
-from verl_ray.config.advice import advice_on
+from verl_ray.config.advice import advice_on, foreign_choice
 from verl_ray.config.paths import UNKNOWN_PART
 from verl_ray.config.schema import Config
 from verl_ray.errors import ConfigError, Problem
@@ -294,6 +294,9 @@ def _bad_value(
         expected.insert(0, "null")
 
     hint = f"Did you mean {either(near)}? " if near else ""
+    meant = foreign_choice(".".join(key.split(".")[-2:]), str(value))
+    if meant is not None:
+        hint = f"{meant} "
 
     # Members of a union may expect the same.
     distinct = dict.fromkeys(expected)

@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Literal
 
+from verl_ray.config.optimizers import Optimizer
 from verl_ray.config.reward import EvaluationConfig, Reward
-from verl_ray.config.roles import OptimizerConfig
 from verl_ray.config.rollout import ATTENTION_HEAD_SIZES
 from verl_ray.config.run import RunConfig
 from verl_ray.errors import Problem
@@ -55,7 +55,7 @@ class WarmStartConfig(Section):
     nothing else yet learns little from rewards."""
     max_steps: Positive
     """Most steps."""
-    optimizer: OptimizerConfig
+    optimizer: Optimizer
 
 
 class PrepareConfig(Section):

@@ -169,7 +169,7 @@ def migrated(tree: Mapping[str, Any]) -> dict[str, Any]:
         if section is not None:
             section.setdefault(name, copy.deepcopy(value))
 
-    _complete_models_and_engines(result)
+    _complete_sections_of_roles(result)
     return result
 
 
@@ -181,24 +181,27 @@ def _record_no_rows(tree: Mapping[str, Any]) -> None:
         tracking.setdefault("rollouts_max_mb", 256)
 
 
-def _complete_models_and_engines(tree: Mapping[str, Any]) -> None:
-    """Add what sections of models and engines lack, which any role may have."""
+def _complete_sections_of_roles(tree: Mapping[str, Any]) -> None:
+    """Add what sections of models, optimizers and engines lack, of any role."""
+    for section in _sections_with(tree, "min_lr_fraction"):
+        section.setdefault("kind", "adamw")
+        section.setdefault("decay_fraction", 0.1)
     for section in model_sections(tree).values():
         section.setdefault("revision", None)
         section.setdefault("trust_remote_code", False)
-    for section in _engine_sections(tree):
+    for section in _sections_with(tree, "vllm_args"):
         section.setdefault("pipeline_parallel", 1)
         section.setdefault("expert_parallel", False)
         section.setdefault("quantization", None)
 
 
-def _engine_sections(tree: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """Yield the sections of a plain tree that describe a vLLM engine."""
+def _sections_with(tree: Mapping[str, Any], name: str) -> Iterator[dict[str, Any]]:
+    """Yield the sections of a plain tree that have a setting of this name."""
     for section in tree.values():
         if isinstance(section, dict):
-            if "vllm_args" in section:
+            if name in section:
                 yield section
-            yield from _engine_sections(section)
+            yield from _sections_with(section, name)
 
 
 def model_sections(

@@ -8,21 +8,19 @@ do not fit a role's ranks. No backend is named: which settings go together is wh
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Annotated, Literal, Protocol
+from typing import Annotated, Protocol
 
 from pydantic import Field
 
 from verl_ray.backends import BACKENDS, Backend
+from verl_ray.config.optimizers import Optimizer, OptimizerConfig
 from verl_ray.config.paths import HubPath
 from verl_ray.errors import Problem
 from verl_ray.settings.hub_ids import COMMIT, is_hub_id, snapshot_of
 from verl_ray.settings.section import (
-    Fraction,
-    NonNegative,
     NonNegativeFloat,
     OverriddenKeys,
     Positive,
-    PositiveFloat,
     Section,
     ZeroIsOff,
 )
@@ -56,26 +54,6 @@ class ModelConfig(Section):
         if not is_hub_id(self.path) or COMMIT.fullmatch(commit) is None:
             return self.path
         return str(snapshot_of(self.path, commit, "model").folder)
-
-
-class OptimizerConfig(Section):
-    """AdamW (arXiv:1711.05101); weight decay spares norms and biases."""
-
-    lr: NonNegativeFloat
-    """Learning rate after the warm-up."""
-    betas: Annotated[tuple[Fraction, Fraction], Field(examples=["[0.9,0.999]"])]
-    """Decay rates of the first and the second moment."""
-    eps: PositiveFloat
-    """Added to the root of the second moment."""
-    weight_decay: NonNegativeFloat
-    max_grad_norm: PositiveFloat | None
-    """Clip the global gradient norm to this; null = no clipping."""
-    schedule: Literal["constant", "cosine"]
-    """Course of the learning rate after the warm-up."""
-    warmup_steps: NonNegative
-    """Optimizer steps over which the learning rate rises linearly from 0."""
-    min_lr_fraction: Fraction
-    """End of a cosine schedule, as a fraction of lr."""
 
 
 class LoraConfig(Section):
@@ -140,7 +118,7 @@ class ModelRole(Section):
 class SupervisedRole(ModelRole):
     """The role whose model a supervised run trains."""
 
-    optimizer: OptimizerConfig
+    optimizer: Optimizer
     lora: LoraConfig
     expert_balance: NonNegativeFloat | None
     """Weight of the loss that spreads tokens evenly over experts; null = the value of
@@ -183,17 +161,6 @@ class ReferenceRole(ModelRole):
 
 
 # -------------------------------------------------------------------------------- rules
-
-
-def schedule_settings_are_used(
-    optimizers: Mapping[str, OptimizerConfig], overridden: OverriddenKeys
-) -> Iterator[Problem]:
-    """Yield a problem for each last learning rate of a schedule that does not decay."""
-    for section, optimizer in optimizers.items():
-        if optimizer.schedule == "constant":
-            keys = overridden.under(f"{section}.min_lr_fraction")
-            reason = f"{section}.schedule=constant has no end to decay to"
-            yield from overridden.ignored(keys, reason)
 
 
 def revisions_are_of_the_hub(
@@ -307,6 +274,31 @@ def adapters_have_a_backend(
         ]
         fix = f"Set it to 0, or choose {either(alternatives)}."
         yield Problem(f"{name}.lora.rank", role.lora.rank, rule, fix)
+
+
+def optimizers_have_a_backend(
+    optimizers: Mapping[str, OptimizerConfig], learners: Mapping[str, SupervisedRole]
+) -> Iterator[Problem]:
+    """Yield a problem for each optimizer that its role's backend does not have."""
+    for section, optimizer in optimizers.items():
+        # A warm start has the backend of the actor.
+        name = section.partition(".")[0].replace("prepare", "actor")
+        if name not in learners or optimizer.kind in learners[name].backend.optimizers:
+            continue
+
+        backend = learners[name].backend
+        choices = [f"optimizer@{section}={kind}" for kind in backend.optimizers]
+        choices += [
+            f"backend@{name}.backend={kind}"
+            for kind, settings in BACKENDS.items()
+            if optimizer.kind in settings.optimizers
+        ]
+        yield Problem(
+            f"{section}.kind",
+            optimizer.kind,
+            f"{name}.backend={backend.kind} does not have this optimizer",
+            f"Choose {either(choices)}.",
+        )
 
 
 def shared_processes_have_equal_ranks(

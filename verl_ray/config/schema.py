@@ -33,6 +33,7 @@ from verl_ray.config.data import (
     columns_are_of_fields,
     template_settings_have_a_use,
 )
+from verl_ray.config.optimizers import OptimizerConfig, schedule_settings_are_used
 from verl_ray.config.preparation import PrepareConfig
 from verl_ray.config.reward import (
     JudgeReward,
@@ -45,14 +46,13 @@ from verl_ray.config.reward import (
 from verl_ray.config.roles import (
     ModelConfig,
     ModelRole,
-    OptimizerConfig,
     SupervisedRole,
     adapter_settings_are_used,
     adapters_have_a_backend,
     frozen_models_do_not_learn,
+    optimizers_have_a_backend,
     ranks_fit_the_backend,
     revisions_are_of_the_hub,
-    schedule_settings_are_used,
     shared_processes_have_equal_ranks,
 )
 from verl_ray.config.rollout import ServedModel
@@ -337,6 +337,7 @@ class Config(Section):
         yield from frozen_models_do_not_learn(roles, overridden)
         yield from adapter_settings_are_used(learners, overridden)
         yield from adapters_have_a_backend(learners)
+        yield from optimizers_have_a_backend(self.optimizers, learners)
         if self.shares_processes:
             yield from shared_processes_have_equal_ranks(roles)
         yield from rewards_have_a_function(graders)

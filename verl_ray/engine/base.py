@@ -24,7 +24,8 @@ from verl_ray.backends import Backend
 from verl_ray.columns.batch import Int64
 from verl_ray.columns.packing import Float64, Topology
 from verl_ray.columns.stages import Bool, Float32, Rows, TrainingBatch
-from verl_ray.config.roles import LoraConfig, OptimizerConfig
+from verl_ray.config.optimizers import OptimizerConfig
+from verl_ray.config.roles import LoraConfig
 from verl_ray.learning.objectives import Objective
 from verl_ray.ops.outputs import RequestedOutputs
 from verl_ray.profiling.flops import ModelShape

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from verl_ray.backends.base import ModuleBackend
 from verl_ray.columns.packing import Topology
-from verl_ray.config.roles import OptimizerConfig
+from verl_ray.config.optimizers import OptimizerConfig
 from verl_ray.engine.base import EngineSpec
 from verl_ray.engine.micro_batches import Loss, MicroBatch, MicroBatches
 from verl_ray.engine.offload import (
@@ -28,7 +28,7 @@ from verl_ray.engine.offload import (
     offloadable,
     offloadable_entry,
 )
-from verl_ray.engine.optimizer import build_adamw
+from verl_ray.engine.optimizer import build_optimizer
 from verl_ray.engine.packed_engine import PackedEngine, RandomStream
 from verl_ray.engine.training_state import (
     learning_names,
@@ -100,7 +100,7 @@ class ModuleEngine(PackedEngine):
         self.module = self.wrap(self.model)
 
         self.steps = 0
-        self.optimizer: torch.optim.AdamW | None = None
+        self.optimizer: torch.optim.Optimizer | None = None
         if spec.optimizer is not None:
             self.optimizer = self.build_optimizer(spec.optimizer)
             if spec.average_decay is not None:
@@ -126,9 +126,9 @@ class ModuleEngine(PackedEngine):
             self.model, source, seed=self.spec.seed, device=self.parameter_device
         )
 
-    def build_optimizer(self, config: OptimizerConfig) -> torch.optim.AdamW:
+    def build_optimizer(self, config: OptimizerConfig) -> torch.optim.Optimizer:
         """Return the optimizer of the parameters that learn."""
-        return build_adamw(self.model.parameters(), config)
+        return build_optimizer(self.model, config)
 
     def parameters(self) -> Mapping[str, Tensor]:
         """Return what this rank holds between computations of each parameter.
@@ -394,7 +394,7 @@ class ModuleEngine(PackedEngine):
         ]
 
     def offloadable_moments(self) -> list[OffloadableTensor]:
-        """Return this rank's part of the optimizer's moments."""
+        """Return this rank's part of the optimizer's state."""
         if self.optimizer is None:
             return []
 

@@ -27,7 +27,7 @@ from verl_ray.algorithms.losses import TokenLoss
 from verl_ray.checkpoint.sharded import random_key
 from verl_ray.columns.batch import Int64
 from verl_ray.columns.stages import Rows, TrainingBatch
-from verl_ray.config.roles import OptimizerConfig
+from verl_ray.config.optimizers import OptimizerConfig
 from verl_ray.engine.base import (
     Engine,
     EngineSpec,

@@ -7,12 +7,14 @@ from pathlib import Path
 import torch
 
 from verl_ray.backends.engine import EngineBackend
-from verl_ray.config.roles import LoraConfig, OptimizerConfig
+from verl_ray.config.optimizers import AdamWConfig
+from verl_ray.config.roles import LoraConfig
 from verl_ray.engine.base import EngineSpec
 from verl_ray.engine.plain import PlainEngine
 from verl_ray.models.role_model import HeadKind
 
-_OPTIMIZER = OptimizerConfig(
+_OPTIMIZER = AdamWConfig(
+    kind="adamw",
     lr=1e-3,
     betas=(0.9, 0.95),
     eps=1e-8,
@@ -20,6 +22,7 @@ _OPTIMIZER = OptimizerConfig(
     max_grad_norm=1.0,
     schedule="constant",
     warmup_steps=0,
+    decay_fraction=0.1,
     min_lr_fraction=0.0,
 )
 

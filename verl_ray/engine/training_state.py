@@ -20,9 +20,6 @@ from torch.distributed.checkpoint.state_dict import (
 
 from verl_ray.models.role_model import RoleModel
 
-CONFIGURED_SETTINGS = ("betas", "eps", "weight_decay")
-"""Settings of AdamW that a resumed run takes from its configuration."""
-
 
 def learning_names(model: RoleModel) -> frozenset[str]:
     """Return the names in a state of the parameters that learn."""
@@ -76,7 +73,7 @@ def load_training_state(
         return
 
     configured_settings = [
-        {name: group[name] for name in CONFIGURED_SETTINGS}
+        {name: value for name, value in group.items() if name != "params"}
         for group in optimizer.param_groups
     ]
 

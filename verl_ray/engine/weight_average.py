@@ -24,9 +24,9 @@ Stepped = Iterable[tuple[Tensor, dict[str, Tensor]]]
 
 @torch.no_grad()
 def begin_average(stepped: Stepped) -> None:
-    """Let the average be the weights, in the sharding of the other moments."""
+    """Let the average be the weights, in their sharding."""
     for weights, state in stepped:
-        state[AVERAGE] = torch.zeros_like(state["exp_avg"])
+        state[AVERAGE] = torch.zeros_like(weights, requires_grad=False)
         _local(state[AVERAGE]).copy_(_local(weights))
 
 

@@ -18,6 +18,7 @@ from verl_ray.preflight.resolve import may_be_auto
 _ROWS = "the data cursor counts the rows that it leads to"
 _STEP = "the steps that are done were made of it, and so is the length of the schedule"
 _MODEL = "the saved parameters are those of this model"
+_OPTIMIZER = "the saved state is that of this optimizer"
 _ADAPTER = (
     "the saved parameters are those of an adapter of this shape, or of a model"
     " without one"
@@ -50,6 +51,7 @@ FIXED: tuple[tuple[str, str], ...] = (
     ("model.trust_remote_code", _MODEL),
     ("*.model.trust_remote_code", _MODEL),
     ("*.lora.*", _ADAPTER),
+    ("*.optimizer.kind", _OPTIMIZER),
     ("algorithm.advantage", "it decides what the learned roles mean"),
     # The whole section, which is set or null.
     ("algorithm.value_loss", "the critic would appear or vanish"),
@@ -181,6 +183,10 @@ def _reason_to_refuse(key: str, *values: object) -> str | None:
         key: The setting, or a section that one side lacks.
         values: Its values on both sides.
     """
+    # Without momentum there is no state of it.
+    if key.endswith(".optimizer.momentum") and 0 in values and None not in values:
+        return _OPTIMIZER
+
     sections = [value for value in values if isinstance(value, Mapping)]
     for pattern, reason in FIXED:
         section, _, name = pattern.rpartition(".")

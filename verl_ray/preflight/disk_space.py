@@ -17,19 +17,17 @@ from pathlib import Path
 from verl_ray.backends.base import FLOAT32
 from verl_ray.checkpoint.manifest import Checkpoint
 from verl_ray.checkpoint.store import CheckpointStore
+from verl_ray.config.roles import SupervisedRole
 from verl_ray.config.run import RolloutTrackingConfig
 from verl_ray.config.schema import Config
 from verl_ray.errors import CheckpointError, Problem
 from verl_ray.paths import nearest_existing
 from verl_ray.preflight.device_defaults import waiting_bytes
-from verl_ray.preflight.footprints import trained_parameters
+from verl_ray.preflight.footprints import state_bytes, trained_parameters
 from verl_ray.preflight.machine import GIB, MIB
 from verl_ray.preflight.model_files import model_size
 from verl_ray.tracking import evaluations, rollouts
 from verl_ray.tracking.jsonl import METRICS
-
-BYTES_PER_SAVED_PARAMETER = 12
-"""Bytes of a float32 weight and of AdamW's two moments."""
 
 _ADDED_SHARE = 0.02
 _ADDED_BYTES = 4 * MIB
@@ -111,11 +109,14 @@ def _checkpoint_bytes(config: Config) -> int:
     """Return the estimated bytes of a checkpoint."""
     weights = 0.0
     for name, role in config.model_roles.items():
-        width = BYTES_PER_SAVED_PARAMETER
+        if not isinstance(role, SupervisedRole):
+            continue
+        width = FLOAT32
         if config.average_decay(name) is not None:
             width += FLOAT32
-        learned = trained_parameters(role, model_size(name, role, config))
-        weights += learned * width * (1 + _ADDED_SHARE)
+        model = model_size(name, role, config)
+        saved = trained_parameters(role, model) * width + state_bytes(role, model)
+        weights += saved * (1 + _ADDED_SHARE)
     return int(weights) + waiting_bytes(config) + _ADDED_BYTES
 
 

@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from verl_ray.backends import Backend
 from verl_ray.backends.base import (
     FLOAT32,
+    MOMENTS,
     ActivationPartition,
     BytesPerPart,
     MemoryPart,
@@ -41,7 +42,7 @@ CERTAIN: frozenset[MemoryPart] = frozenset(
 )
 """Parts that are counted; the others are estimated.
 
-The optimizer's part is its moments, and the average of the weights if there is one.
+The optimizer's part is its state, and the average of the weights if there is one.
 With Megatron it also has the main weights that the optimizer steps, since they are
 offloaded together.
 """
@@ -150,13 +151,25 @@ def _rank_memory(
     """Return the memory that a rank holds, with an average of the weights if any."""
     backend = role.backend
     memory = backend.rank_memory(role.num_ranks, model, trained)
-    state = memory.persistent.get("optimizer", 0)
-    if not averages:
+    if not isinstance(role, SupervisedRole) or not trained:
         return memory
-    # Each rank has it of the parameters whose moments it has.
-    average = state * FLOAT32 // backend.optimizer_width
-    persistent: BytesPerPart = {**memory.persistent, "optimizer": state + average}
+
+    # A backend counts that of AdamW, of the parameters that the rank steps.
+    adamw = memory.persistent["optimizer"]
+    state = adamw * state_bytes(role, model) // (MOMENTS * trained)
+    if averages:
+        state += adamw * FLOAT32 // backend.optimizer_width
+    persistent: BytesPerPart = {**memory.persistent, "optimizer": state}
     return replace(memory, persistent=persistent)
+
+
+def state_bytes(role: SupervisedRole, model: ModelSize) -> int:
+    """Return the bytes of the optimizer's state over all ranks, without an average."""
+    trained = trained_parameters(role, model)
+    if role.adapter is None:
+        outside = model.outside_layers
+        return role.optimizer.state_bytes(trained - outside, outside, model.factors)
+    return role.optimizer.state_bytes(trained, 0, model.adapter)
 
 
 def trained_parameters(role: ModelRole, model: ModelSize) -> int:

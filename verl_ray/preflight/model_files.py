@@ -15,7 +15,7 @@ import json
 import math
 import re
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
@@ -319,6 +319,9 @@ class ModelSize(ParameterCounts):
     adapter: int
     """Parameters of an adapter of rank 1 on the adapted linear layers."""
 
+    factors: int
+    """Rows and columns of all matrices, and elements of all vectors."""
+
     shape: ModelShape | None
     """None if config.json does not contain it, or if layers differ."""
 
@@ -403,9 +406,16 @@ def _read_size(
         in_layers=layers.total(),
         largest_layer=max(layers.values(), default=0),
         adapter=adapter,
+        factors=sum(_factors(sides) for sides in shapes.values()),
         shape=shape,
         tied=is_tied,
     )
+
+
+def _factors(sides: Sequence[int]) -> int:
+    """Return the rows and columns of a tensor's matrices, or the size of a vector."""
+    matrices = math.prod(sides[:-2])
+    return matrices * sum(sides[-2:])
 
 
 def _linear_layer(tensor: str) -> str | None:
@@ -436,10 +446,9 @@ def _made_size(
     keys = made.head_size * made.num_kv_heads
 
     attention = 2 * hidden * (queries + keys)
-    query_norms = 2 * made.head_size
     feed_forward = 3 * hidden * inner
-    layer_norms = 2 * hidden
-    layer = attention + query_norms + feed_forward + layer_norms
+    norms = 2 * made.head_size + 2 * hidden
+    layer = attention + feed_forward + norms
     in_layers = made.num_layers * layer
 
     # The embedding, and a language head unless it is the same tensor. A value head is
@@ -463,6 +472,7 @@ def _made_size(
     adapter_of_layer = sum(
         sides for name, sides in linear_layers.items() if name in adapted
     )
+    factors = made.num_layers * (sum(linear_layers.values()) + norms)
 
     return ModelSize(
         parameters=in_layers + last_norm + vocabulary,
@@ -470,6 +480,7 @@ def _made_size(
         in_layers=in_layers,
         largest_layer=layer,
         adapter=made.num_layers * adapter_of_layer,
+        factors=factors + last_norm + (tokens + hidden) * vocabulary_matrices,
         shape=shape,
         tied=made.tie_embeddings,
     )

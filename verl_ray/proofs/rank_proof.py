@@ -311,11 +311,12 @@ def _compute(fields: dict[str, Any], tell: Tell) -> None:
 def _engine(fields: Mapping[str, Any]) -> Engine:
     import torch
 
-    from verl_ray.config.roles import OptimizerConfig
+    from verl_ray.config.optimizers import AdamWConfig
     from verl_ray.engine.base import EngineSpec
     from verl_ray.engine.build import build_engine
 
-    optimizer = OptimizerConfig(
+    optimizer = AdamWConfig(
+        kind="adamw",
         lr=RATE,
         betas=(0.9, 0.95),
         eps=fields["eps"],
@@ -323,6 +324,7 @@ def _engine(fields: Mapping[str, Any]) -> Engine:
         max_grad_norm=None,
         schedule="constant",
         warmup_steps=0,
+        decay_fraction=0.1,
         min_lr_fraction=0.0,
     )
     settings = fields["backend"]

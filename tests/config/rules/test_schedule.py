@@ -258,8 +258,8 @@ def test_every_schedule_goes_with_a_loss_of_its_own_bounds(algorithm: str) -> No
     [
         ("cosine", "the learning rate's schedule is actor.optimizer.schedule=cosine"),
         ("constant", "the learning rate's schedule is actor.optimizer.schedule=constant"),
-        ("linear", "the learning rate's schedule is actor.optimizer.schedule=cosine"),
-        ("wsd", "the learning rate's schedule is actor.optimizer.schedule=cosine"),
+        ("linear", "the learning rate's schedule is actor.optimizer.schedule=linear"),
+        ("warmup_stable_decay", "the learning rate's schedule is actor.optimizer.schedule=wsd"),
         ("constant_with_warmup", "actor.optimizer.schedule=constant (critic"),
         ("async", "Write schedule=asynchronous."),
         ("sync", "Write schedule=synchronous."),
@@ -276,8 +276,11 @@ def test_a_schedule_of_something_else_leads_to_what_was_meant(
 
 
 def test_the_names_of_the_optimizers_schedules_exist() -> None:
-    for choice in ("constant", "cosine"):
+    for choice in ("constant", "cosine", "linear", "wsd", "inverse_sqrt"):
         assert composed(f"actor.optimizer.schedule={choice}")
+    typed = "actor.optimizer.schedule=warmup_stable_decay"
+    (problem,) = examine("quickstart", [typed]).problems
+    assert problem.fix.startswith("Write wsd. Use constant, cosine")
 
 
 def test_over_an_old_cache_nothing_computes_an_old_policy() -> None:

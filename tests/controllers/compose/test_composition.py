@@ -127,7 +127,14 @@ def test_backend_mistakes() -> None:
         ].fix
     )
     problem = problems("quickstart", "actor.backend.kind=fsdp")["actor.backend.kind"]
-    assert problem.fix == "Choose it with backend@actor.backend=fsdp."
+    assert problem.fix.startswith("Choose it with backend@actor.backend=fsdp; there is")
+    problem = problems(
+        "quickstart", "optimizer@actor.optimizer=sgd", "actor.optimizer.eps=1e-8"
+    )["actor.optimizer.eps"]
+    assert (
+        problem.fix
+        == "It belongs to optimizer@actor.optimizer=adamw or optimizer@actor.optimizer=muon."
+    )
     assert (
         "backend.dtype"
         in problems("quickstart", "backend.dtyp=float32")["backend.dtyp"].fix
@@ -348,7 +355,7 @@ def test_free_sections_take_new_keys() -> None:
 def test_a_reward_is_chosen_as_a_whole() -> None:
     refused = problems("quickstart", "reward.kind=model")
     assert {key: problem.fix for key, problem in refused.items()} == {
-        "reward.kind": "Choose it with reward=model."
+        "reward.kind": "Choose it with reward=model; there is function, http, judge, mixed, model."
     }
 
 

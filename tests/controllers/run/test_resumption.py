@@ -123,11 +123,20 @@ def test_what_may_change_is_shown(
     write_checkpoints(inputs.config("ppo", tmp_path), 1)
     assert (
         Resumption(
-            inputs.config("ppo", tmp_path, "backend=fsdp", "run.total_steps=9")
+            inputs.config(
+                "ppo",
+                tmp_path,
+                "backend=fsdp",
+                "run.total_steps=9",
+                "actor.optimizer.schedule=linear",
+                "critic.optimizer.schedule=wsd",
+            )
         ).step
         == 1
     )
-    shown = capsys.readouterr().out
+    shown, warned = capsys.readouterr()
+    # The decay of wsd would begin after 8.1 steps.
+    assert "warning: linear schedules now end at another step" in warned
     assert (
         "run.total_steps: 100 -> 9" in shown
         and "actor.backend.kind: 'engine' -> 'fsdp'" in shown

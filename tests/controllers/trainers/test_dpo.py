@@ -56,17 +56,27 @@ def dpo_run(
 
 @pytest.mark.cluster
 @pytest.mark.parametrize(
-    "loss", ["sigmoid", pytest.param("kto", marks=pytest.mark.slow)]
+    ("loss", "optimizer"),
+    [
+        ("sigmoid", "adamw"),
+        pytest.param("sigmoid", "muon", marks=pytest.mark.slow),
+        pytest.param("kto", "adamw", marks=pytest.mark.slow),
+    ],
 )
 def test_training_resumes_to_the_same_bits(
-    cluster: Session, inputs: Inputs, pairs: ArithmeticFiles, tmp_path: Path, loss: str
+    cluster: Session,
+    inputs: Inputs,
+    pairs: ArithmeticFiles,
+    tmp_path: Path,
+    loss: str,
+    optimizer: str,
 ) -> None:
     """The second epoch begins after the resume, and reads what the first one kept."""
     whole, broken = tmp_path / "whole", tmp_path / "broken"
     for run_dir, steps in ((whole, 3), (broken, 1), (broken, 3)):
         run = dpo_run(
             inputs, pairs, run_dir, "backend=fsdp", f"run.total_steps={steps}",
-            f"preference.loss={loss}",
+            f"preference.loss={loss}", f"optimizer@actor.optimizer={optimizer}",
         )  # fmt: skip
         command_here(cluster, "train", *run)
 

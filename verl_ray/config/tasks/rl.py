@@ -32,6 +32,7 @@ from verl_ray.config.algorithm import (
 from verl_ray.config.correction import correction_problems
 from verl_ray.config.data import curriculum_is_consistent
 from verl_ray.config.distill import DistillConfig, divergence_settings_are_read
+from verl_ray.config.optimizers import OptimizerConfig
 from verl_ray.config.preference import PreferenceLossConfig, loss_settings_are_read
 from verl_ray.config.preparation import (
     PrepareConfig,
@@ -54,7 +55,6 @@ from verl_ray.config.reward import (
 )
 from verl_ray.config.roles import (
     ModelRole,
-    OptimizerConfig,
     ReferenceRole,
     TrainedRole,
     reference_settings_are_used,

@@ -18,7 +18,7 @@ from megatron.core.optimizer import get_megatron_optimizer
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from torch import Tensor
 
-from verl_ray.config.roles import OptimizerConfig
+from verl_ray.config.optimizers import AdamWConfig, OptimizerConfig
 from verl_ray.engine.megatron.weight_map import (
     MappedParameter,
 )
@@ -77,6 +77,7 @@ def make_optimizer(
     Raises:
         EngineError: megatron-core chose another optimizer than torch's AdamW.
     """
+    assert isinstance(config, AdamWConfig)
     optimizer = get_megatron_optimizer(
         MegatronOptimizerConfig(
             optimizer="adam",

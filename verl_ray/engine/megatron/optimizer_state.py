@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from verl_ray.checkpoint.sharded import Slices
-from verl_ray.config.roles import OptimizerConfig
+from verl_ray.config.optimizers import OptimizerConfig
 from verl_ray.engine.megatron.optimizer import OptimizerShard
 from verl_ray.engine.megatron.weight_map import (
     ParameterMap,

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from verl_ray.backends.megatron_fsdp import MegatronFsdpBackend
-from verl_ray.config.roles import OptimizerConfig
+from verl_ray.config.optimizers import OptimizerConfig
 from verl_ray.engine.megatron_fsdp.sharding import fully_shard, uneven_dtensor
 from verl_ray.engine.micro_batches import Loss, MicroBatches
 from verl_ray.engine.module_engine import ModuleEngine
@@ -159,7 +159,7 @@ class MegatronFsdpEngine(ModuleEngine):
         return float(squared_norm.sqrt())
 
     def _clip_and_step(self, norm: float, rate: float) -> None:
-        assert self.optimizer is not None and self.spec.optimizer is not None
+        assert self._adamw is not None and self.spec.optimizer is not None
 
         limit = self.spec.optimizer.max_grad_norm
         gradients = self._own_gradients()
@@ -167,13 +167,13 @@ class MegatronFsdpEngine(ModuleEngine):
         if limit is not None and gradients:
             torch._foreach_mul_(gradients, min(1.0, limit / (norm + 1e-6)))
 
-        for group in self.optimizer.param_groups:
+        for group in self._adamw.param_groups:
             group["lr"] = rate
-        self.optimizer.step(sync_grad_before_optimizer_step=False)  # type: ignore[call-arg]
+        self._adamw.step(sync_grad_before_optimizer_step=False)  # type: ignore[call-arg]
         for parameter in self._parameters.values():
             if parameter.requires_grad and parameter.grad is None:
                 # This rank holds no part of the parameter, and so has not stepped it.
-                self.optimizer.state[parameter]["step"] += 1
+                self._adamw.state[parameter]["step"] += 1
         self._install_weights()
 
     def _install_weights(self) -> None:
@@ -271,10 +271,10 @@ class MegatronFsdpEngine(ModuleEngine):
         stream = self.random_stream
         state: dict[str, Any] = {"steps": self.steps, stream.key: stream.state}
         state["model"] = model
-        if self.optimizer is not None:
+        if self._adamw is not None:
             state["optimizer"] = {
-                "state": self._optimizer_state(self.optimizer, learning),
-                "param_groups": _named_groups(self.optimizer, learning),
+                "state": self._optimizer_state(self._adamw, learning),
+                "param_groups": _named_groups(self._adamw, learning),
             }
         return state
 
@@ -328,13 +328,13 @@ class MegatronFsdpEngine(ModuleEngine):
         return offloadable_storages(tensors)
 
     def offloadable_moments(self) -> list[OffloadableTensor]:
-        if self.optimizer is None:
+        if self._adamw is None:
             return []
 
         names = {id(value): name for name, value in self._parameters.items()}
         moments = [
             (f"{kind} of {names[id(parameter)]}", state[kind]._local_tensor)
-            for parameter, state in self.optimizer.state.items()
+            for parameter, state in self._adamw.state.items()
             for kind in state
             if kind != "step"
         ]

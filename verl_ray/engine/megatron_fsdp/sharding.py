@@ -35,7 +35,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from verl_ray.backends.megatron_fsdp import MegatronFsdpBackend
-from verl_ray.config.roles import OptimizerConfig
+from verl_ray.config.optimizers import OptimizerConfig
 from verl_ray.engine.optimizer import build_adamw
 from verl_ray.models.role_model import RoleModel
 from verl_ray.models.weights import materialize
