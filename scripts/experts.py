@@ -81,6 +81,7 @@ def imitate(
         f"data.validation_path={demonstrations.validation.jsonl}",
         "run.threads_per_rank=1",
         "run.checkpoint_every=0",
+        "run.save_at_end=false",
         "tracking.wandb.mode=disabled",
     ]
     _train(

@@ -96,7 +96,7 @@ def run(
     command_here(
         cluster, "train", "--config-name", "quickstart", "prepare=null", *kind.overrides,
         f"run.dir={folder}", f"run.total_steps={steps}", f"run.evaluate_every={steps // EVALUATIONS}",
-        "run.checkpoint_every=0", "tracking.wandb.mode=disabled", f"model.path={inputs / 'model'}",
+        "run.checkpoint_every=0", "run.save_at_end=false", "tracking.wandb.mode=disabled", f"model.path={inputs / 'model'}",
         f"data.train_path={inputs / 'train.jsonl'}", f"data.validation_path={inputs / 'validation.jsonl'}",
     )  # fmt: skip
     return curve(read_metrics(metrics))

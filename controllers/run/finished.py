@@ -2,8 +2,8 @@
 
 Invariant: neither torch nor ray is imported, so the result comes in a second. One run
 at a time writes to a folder, and a run that was killed has released it. A run counts as
-finished only if its last process said so, and its newest checkpoint is whole by the
-sizes of its files.
+finished only if its last process said so, and the checkpoint of its last step, if it
+was to write one, is whole by the sizes of its files.
 """
 
 from __future__ import annotations
@@ -13,11 +13,12 @@ import errno
 import fcntl
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 from controllers.run.best import BestEvaluation
-from controllers.run.next_command import next_in_words
+from controllers.run.next_command import MODEL, next_in_words
 from verl_ray.checkpoint.manifest import Checkpoint
 from verl_ray.checkpoint.store import CheckpointStore
 from verl_ray.config.load import to_tree
@@ -25,6 +26,8 @@ from verl_ray.config.renamed import migrated
 from verl_ray.config.schema import Config
 from verl_ray.errors import CheckpointError, ConfigError, Problem, TrackingError
 from verl_ray.preflight.changes import changed_keys
+from verl_ray.report.record import read_config
+from verl_ray.shell import override_of
 from verl_ray.tracking.history import read_history
 
 
@@ -78,42 +81,84 @@ REPORT = "report.txt"
 def finished_step(config: Config) -> int | None:
     """Return the last step of a run that has nothing left to do, else None.
 
-    A run with other settings than its checkpoint is not finished here, where they may
-    not differ: what refuses them comes later.
+    A run with other settings than before is not finished here, where they may not
+    differ: what refuses them comes later.
     """
-    if config.run.resume != "auto":
-        return None
-
-    checkpoint = _newest_checkpoint(config)
-    if checkpoint is None or checkpoint.state["unrecorded"] is not None:
+    total_steps = config.run.total_steps
+    # How many steps run.total_epochs stands for is known when the data are read.
+    if config.run.resume != "auto" or total_steps is None:
         return None
 
     # What comes after the last step, such as writing the model, is done as well.
+    last_step = recorded_end(config)
+    if last_step is None:
+        return None
+
+    checkpoint = _newest_checkpoint(config)
+    if checkpoint is None or checkpoint.step != last_step:
+        saved = unsaved_end(config)
+        if saved is None:
+            return None
+        changed, refused = changed_keys(saved, to_tree(config))
+        # Why it ended before its last step is not known any more.
+        reached_goal = not changed
+    else:
+        if checkpoint.state["unrecorded"] is not None:
+            return None
+        _, refused = changed_keys(migrated(checkpoint.config), to_tree(config))
+        # Earlier versions did not save the best evaluation.
+        best = BestEvaluation(config, checkpoint.state.get("best"))
+        reached_goal = checkpoint.state["trainer"].get("finished") or best.is_exhausted
+
+    is_finished = last_step == total_steps or (reached_goal and last_step < total_steps)
+    return last_step if is_finished and not refused else None
+
+
+def recorded_end(config: Config) -> int | None:
+    """Return the last step of a run whose last process finished it, else None."""
     try:
         history = read_history(Path(config.run.dir))
     except TrackingError:
         return None
     if not history or history[-1].ending != "finished":
         return None
-    if history[-1].last_step != checkpoint.step:
-        return None
+    return history[-1].last_step
 
-    _, refused = changed_keys(migrated(checkpoint.config), to_tree(config))
-    if refused:
-        return None
 
-    total_steps = config.run.total_steps
-    # How many steps run.total_epochs stands for is known when the data are read.
-    if total_steps is None:
-        return None
+def unsaved_end(config: Config) -> Mapping[str, Any] | None:
+    """Return the settings of a finished run that was not to save its last step.
 
-    # Earlier versions did not save the best evaluation.
-    best = BestEvaluation(config, checkpoint.state.get("best"))
-    reached_goal = checkpoint.state["trainer"].get("finished") or best.is_exhausted
-    is_finished = checkpoint.step == total_steps or (
-        reached_goal and checkpoint.step < total_steps
+    None if the last process in run.dir finished no run, or was to save its last step.
+    """
+    last_step = recorded_end(config)
+    saved = migrated(read_config(Path(config.run.dir), []))
+    if last_step is None or not isinstance(saved.get("run"), dict):
+        return None
+    every = saved["run"].get("checkpoint_every")
+    is_due = bool(every) and last_step % every == 0
+    return None if saved["run"]["save_at_end"] or is_due else saved
+
+
+def refuse_other_end(config: Config) -> None:
+    """Refuse to begin anew in the folder of a finished run that has no checkpoint.
+
+    Raises:
+        ConfigError: It holds one. What that run has written would be replaced.
+    """
+    if unsaved_end(config) is None:
+        return
+    run = config.run
+    rule = (
+        f"it holds a finished run of {recorded_end(config)} steps with other settings,"
+        " and no checkpoint that these could go on from (run.save_at_end=false)"
     )
-    return checkpoint.step if is_finished else None
+    fix = "Use another run.name or run.dir."
+    model = Path(run.dir) / MODEL
+    if model.is_dir():
+        fix += (
+            f" With {override_of('model.path', str(model))} it begins with its model."
+        )
+    raise ConfigError([Problem("run.dir", run.dir, rule, fix)])
 
 
 def show_finished(config: Config, step: int) -> None:
@@ -123,9 +168,17 @@ def show_finished(config: Config, step: int) -> None:
     if report.is_file():
         print(report.read_text("utf-8", errors="replace"), end="")
 
+    way_on = "For more steps, raise run.total_steps"
+    if config.run.early_stop is not None:
+        way_on += ", or run.early_stop where it stopped early"
+    if _newest_checkpoint(config) is None:
+        way_on = (
+            "It saved no checkpoint (run.save_at_end=false), so no setting gives it more"
+            " steps; another run.name trains again"
+        )
     print(
-        f"{run_dir} is finished: {step} steps are done and nothing is left to do. For"
-        " more steps, raise run.total_steps, or run.early_stop where it stopped early"
+        f"{run_dir} is finished: {step} steps are done and nothing is left to do."
+        f" {way_on}"
     )
     print(next_in_words(config))
 

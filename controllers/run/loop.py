@@ -159,14 +159,16 @@ def _decide_after_failure(position: Position) -> Move:
 
 def _checkpoint_due(run: RunConfig, position: Position, *, is_last: bool) -> bool:
     """Return whether the last finished step gets a checkpoint that it has not yet."""
-    already_saved = position.step <= position.saved
-    if already_saved or not run.checkpoint_every:
+    if position.step <= position.saved:
+        return False
+    if is_last and run.save_at_end:
+        return True
+    if not run.checkpoint_every:
         return False
     # After a failure the next step tries again, and the last one does until it stops.
-    if position.failed and not is_last:
-        return position.step > position.failed
-    is_due = position.step % run.checkpoint_every == 0
-    return is_last or position.best or is_due
+    if position.failed:
+        return is_last or position.step > position.failed
+    return position.best or position.step % run.checkpoint_every == 0
 
 
 def evaluation_due(run: RunConfig, step: int, *, is_last: bool) -> bool:

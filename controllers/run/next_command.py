@@ -68,7 +68,7 @@ def _without_commands(config: Config) -> str:
     newest = _newest_checkpoint(config)
     if newest is not None:
         return f"next: the last checkpoint is {shown_path(newest.path)}"
-    return "next: nothing was saved (run.checkpoint_every=0), so nothing is left"
+    return "next: nothing was saved (run.save_at_end=false), so nothing is left"
 
 
 def next_commands(config: Config) -> dict[str, str]:

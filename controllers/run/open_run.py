@@ -18,7 +18,12 @@ from controllers.run.checkpoint_check import CheckpointCheck
 from controllers.run.conclusion import Conclusion
 from controllers.run.driver_snapshots import LeftSnapshots
 from controllers.run.faults import FaultPolicy
-from controllers.run.finished import claim, finished_step, show_finished
+from controllers.run.finished import (
+    claim,
+    finished_step,
+    refuse_other_end,
+    show_finished,
+)
 from controllers.run.loop import Loop
 from controllers.run.next_driver import (
     allow_other_drivers,
@@ -91,6 +96,8 @@ def open_run(config: Config, command: str = "") -> Iterator[OpenRun | None]:
                 show_finished(config, finished)
                 yield None
                 return
+        if resumption.checkpoint is None:
+            refuse_other_end(config)
 
         print(f"{config.run.name}: writing to {config.run.dir}", flush=True)
         inherited = _inherited(resumption)

@@ -372,6 +372,7 @@ def _run_settings(run: RunConfig, warm: WarmStartConfig) -> RunConfig:
         "total_epochs": None,
         "evaluate_every": warm.evaluate_every,
         "checkpoint_every": 0,
+        "save_at_end": False,
         # It stops by its accuracy alone.
         "best_metric": None,
         "best_is": None,

@@ -539,6 +539,7 @@ def grpo(task: dict[str, Any]) -> int:
         f"run.total_steps={_STEPS}",
         "run.evaluate_every=0",
         "run.checkpoint_every=0",
+        "run.save_at_end=false",
         "tracking.wandb.mode=disabled",
     )
     command = [sys.executable, "-m", "controllers", "train", "--config-name", "grpo"]

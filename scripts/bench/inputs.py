@@ -172,6 +172,7 @@ _RUN = (
     "run.evaluate_every=0",
     "prepare.min_gain=0",
     "run.checkpoint_every=0",
+    "run.save_at_end=false",
     "tracking.wandb.mode=disabled",
 )
 

@@ -129,6 +129,7 @@ def _our_steps(folder: Path, pairs: int, steps: int) -> list[float]:
         "data.validation_path=null",
         "run.evaluate_every=0",
         "run.checkpoint_every=0",
+        "run.save_at_end=false",
         "run.threads_per_rank=1",
         "tracking.wandb.mode=disabled",
         f"preference.batch_size={pairs}",

@@ -111,7 +111,10 @@ def test_what_is_written_is_not_asked_for_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = config_of(
-        tmp_path, "run.checkpoint_every=0", "tracking.rollouts_max_mb=300"
+        tmp_path,
+        "run.checkpoint_every=0",
+        "run.save_at_end=false",
+        "tracking.rollouts_max_mb=300",
     )
     needed = LOG_BYTES + 300 * BYTES_PER_MB
     assert is_refused(config, needed - 1, monkeypatch)

@@ -31,6 +31,7 @@ def run_config(run_dir: Path) -> RunConfig:
         total_epochs=None,
         evaluate_every=0,
         checkpoint_every=0,
+        save_at_end=False,
         checkpoint_behind=False,
         keep_checkpoints=1,
         best_metric=None,

@@ -159,6 +159,11 @@ def migrated(tree: Mapping[str, Any]) -> dict[str, Any]:
         result.setdefault("agent", copy.deepcopy(_NO_AGENT))
     _record_no_rows(result)
 
+    # Only runs that wrote checkpoints on the way saved their last step.
+    run = result.get("run")
+    if isinstance(run, dict):
+        run.setdefault("save_at_end", bool(run.get("checkpoint_every")))
+
     _limit_results(result.get("agent"))
     _wait_for_services(result.get("reward"))
     _freeze_biases(result.get("reward"))

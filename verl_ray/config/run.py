@@ -106,8 +106,11 @@ class RunConfig(Section):
     evaluate_every: ZeroIsOff
     """Evaluate before the first step and every N steps; 0 or null = never."""
     checkpoint_every: ZeroIsOff
-    """Write a checkpoint every N steps, after the last one, and where a run is stopped;
-    0 or null = never, not even then."""
+    """Write a checkpoint every N steps, and where a run is stopped; 0 = never, not even
+    then."""
+    save_at_end: bool
+    """Write one after the last step, whatever checkpoint_every is, so that a finished
+    run can get more steps."""
     checkpoint_behind: bool
     """Go on training while a checkpoint is written, from a copy of the state in host
     memory; it counts a step later."""
@@ -256,7 +259,7 @@ def checkpoints_are_kept(
 ) -> Iterator[Problem]:
     """Yield a problem for each setting of checkpoints that are not written."""
     if run.checkpoint_every == 0:
-        reason = "run.checkpoint_every=0 writes no checkpoints"
+        reason = "run.checkpoint_every=0 writes no checkpoints on the way"
         for key in ("run.keep_checkpoints", "run.checkpoint_behind"):
             yield from overridden.ignored(overridden.under(key), reason)
 

@@ -70,7 +70,7 @@ def bytes_to_come(config: Config, *, learns: bool) -> int:
     if isinstance(tracking, RolloutTrackingConfig) and tracking.rollouts != "none":
         most = tracking.rollouts_max_mb * rollouts.BYTES_PER_MB
         needed += max(0, most - _bytes_at(folder / rollouts.FOLDER))
-    if learns and config.run.checkpoint_every:
+    if learns and (config.run.checkpoint_every or config.run.save_at_end):
         needed += checkpoint_bytes_to_come(config)
     return needed
 
@@ -92,6 +92,8 @@ def checkpoint_bytes_to_come(config: Config) -> int:
         steps = max(0, run.total_steps - (newest.step if newest else 0))
     if not steps:
         return 0
+    if not run.checkpoint_every:
+        steps = 1
 
     size = _checkpoint_bytes(config)
     if newest is not None:

@@ -99,7 +99,7 @@ CASES = [
         "checkpoints_are_kept",
         "run.checkpoint_every=0 run.keep_checkpoints=9",
         "run.keep_checkpoints",
-        "writes no checkpoints",
+        "writes no checkpoints on the way",
         "Leave it out",
     ),
     Case(

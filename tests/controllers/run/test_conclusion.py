@@ -16,13 +16,14 @@ from controllers.command_line import main
 from controllers.compose.grammar import parsed_override
 from controllers.run.best import BestEvaluation
 from controllers.run.conclusion import Conclusion
-from controllers.run.finished import finished_step
+from controllers.run.finished import finished_step, refuse_other_end
 from controllers.run.next_command import (
     failure_hint,
     next_commands,
     next_in_words,
     program_words,
 )
+from controllers.run.run_config import write_config
 from controllers.trainers.base import task_of
 from controllers.trainers.rl import ReinforcementTask
 from scripts.configuration import compose
@@ -248,6 +249,33 @@ def test_a_run_that_stopped_early_is_finished(inputs: Inputs, tmp_path: Path) ->
     ):
         other = inputs.config("ppo", tmp_path, *longer, "run.early_stop=2", *change)
         assert finished_step(other) is None
+
+
+def test_a_finished_run_that_saved_nothing_is_not_made_again(
+    inputs: Inputs, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its settings are in config.yaml, where those of an earlier version lack a key."""
+    never = ["run.total_steps=3", "run.save_at_end=false"]
+    config = inputs.config("ppo", tmp_path, *never)
+    begin_segment(tmp_path, 0, 1.0)
+    write_config(config, "auto")
+    written = (tmp_path / "config.yaml").read_text()
+    (tmp_path / "config.yaml").write_text(written.replace("  save_at_end: false\n", ""))
+    refuse_other_end(config)  # the run goes on
+
+    end_segment(tmp_path, 3, "finished")
+    (tmp_path / "report.txt").write_text("the report\n")
+    assert main(["train", "--config-name", "ppo", *inputs.rl(tmp_path), *never]) == 0
+    printed = capsys.readouterr().out
+    assert printed.startswith(f"the report\n{tmp_path} is finished: 3 steps are done")
+    assert "no setting gives it more steps; another run.name trains again" in printed
+
+    (tmp_path / "model").mkdir()
+    for change in ("run.total_steps=4", "run.seed=1"):
+        assert finished_step(inputs.config("ppo", tmp_path, *never, change)) is None
+        with pytest.raises(ConfigError, match="finished run of 3 steps") as caught:
+            refuse_other_end(inputs.config("ppo", tmp_path, change))
+        assert f"model.path={tmp_path}/model" in caught.value.problems[0].fix
 
 
 def _damage_checkpoint(config: RLConfig) -> None:

@@ -23,6 +23,8 @@ def run_of(
     inputs: Inputs, folder: Path, total: int, *, evaluate: int = 0, checkpoint: int = 0
 ) -> RunConfig:
     every = [f"run.evaluate_every={evaluate}", f"run.checkpoint_every={checkpoint}"]
+    if not checkpoint:
+        every.append("run.save_at_end=false")
     return inputs.config("ppo", folder, f"run.total_steps={total}", *every).run
 
 
@@ -115,7 +117,12 @@ def test_where_a_run_stands_decides_what_comes(
 def test_what_is_turned_off_never_comes(
     inputs: Inputs, tmp_path: Path, at: Position, move: Move
 ) -> None:
-    assert decide(run_of(inputs, tmp_path, 6), at) is move
+    run = run_of(inputs, tmp_path, 6)
+    assert decide(run, at) is move
+    if move is Move.END:
+        run = run.model_copy(update={"save_at_end": True})
+        assert decide(run, at) is Move.SAVE
+        assert decide(run, replace(at, saved=at.step)) is Move.END
 
 
 def test_when_evaluations_are_due(inputs: Inputs, tmp_path: Path) -> None:
