@@ -124,15 +124,18 @@ def misplaced(history: History, prompts_per_step: int | None) -> list[str]:
 
     Args:
         history: The history.
-        prompts_per_step: B; None where it is not known, so that the order is checked.
+        prompts_per_step: B, of the newest process at least; None where it is not known,
+            so that the order is checked.
     """
-    trained = history.of(Event.TRAINED)
-    trained = trained[np.argsort(trained["ordinal"], kind="stable")]
+    is_trained = history.rows["event"] == Event.TRAINED
+    order = np.argsort(history.rows["ordinal"][is_trained], kind="stable")
+    trained = history.rows[is_trained][order]
     steps = trained["step"]
     # Replacements before the first event are in another folder.
     begins_here = not (history.begins_at.frontier or history.begins_at.holes)
     if prompts_per_step and begins_here and NO_SPREAD not in history.reasons:
-        expected = trained["ordinal"] // prompts_per_step + 1
+        frontiers = history.frontiers[is_trained][order]
+        expected = _expected_steps(trained, frontiers, prompts_per_step)
     else:
         expected = np.maximum.accumulate(steps)
     others = np.flatnonzero(steps != expected)
@@ -144,6 +147,29 @@ def misplaced(history: History, prompts_per_step: int | None) -> list[str]:
         f" {_numbered(trained['ordinal'][others])}; expected step {expected[first]} for"
         f" the first of them, and found {steps[first]}"
     ]
+
+
+def _expected_steps(trained: Array, frontiers: Int64, prompts_per_step: int) -> Array:
+    """Return the step of the batch of each trained ordinal, int64 [trained].
+
+    Each process has one size of batches, which may differ from that before it. So the
+    places where two processes began say how many ordinals a step of the first one has.
+
+    Args:
+        trained: Trained events in the order of their ordinals.
+        frontiers: The frontier at which the process of each of them began.
+        prompts_per_step: Ordinals of a batch of the newest process.
+    """
+    ordinals = trained["ordinal"].astype(np.int64)
+    begins, first = np.unique(frontiers, return_index=True)
+    first_steps = trained["step"][first]
+    first_steps[:1] = 1
+    sizes, rests = np.divmod(np.diff(begins), np.maximum(np.diff(first_steps), 1))
+    if rests.any() or not sizes.all():
+        return ordinals // prompts_per_step + 1
+    process = np.searchsorted(begins, frontiers)
+    size = np.append(sizes, prompts_per_step)[process]
+    return first_steps[process] + (ordinals - frontiers) // size
 
 
 def unfinished(history: History, last_step: int | None) -> list[str]:

@@ -165,8 +165,11 @@ def warn_of_unusable(
     number = before - here
     if not number:
         return
-    # The others are too old for a smaller bound.
-    reason = ", ".join(changed_settings(stored, config)) or "rollout.staleness"
+    # The others are too old for a smaller bound, or their groups are of another size.
+    reason = (
+        ", ".join(changed_settings(stored, config))
+        or "rollout.staleness or rollout.group_size"
+    )
     print(
         f"warning: {number} finished responses of the checkpoint {effect}, because of"
         f" another {reason}",

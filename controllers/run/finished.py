@@ -173,8 +173,8 @@ def show_finished(config: Config, step: int) -> None:
         way_on += ", or run.early_stop where it stopped early"
     if _newest_checkpoint(config) is None:
         way_on = (
-            "It saved no checkpoint (run.save_at_end=false), so no setting gives it more"
-            " steps; another run.name trains again"
+            "It saved no checkpoint (run.save_at_end=false), so no setting gives it"
+            " more steps; another run.name trains again"
         )
     print(
         f"{run_dir} is finished: {step} steps are done and nothing is left to do."

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -29,8 +30,10 @@ from verl_ray.data.cursor import drawn_rows
 from verl_ray.data.ledger import LEDGER, drop_later_parts
 from verl_ray.errors import CheckpointError, ConfigError, Problem, file_problem
 from verl_ray.ownership import Owner
-from verl_ray.preflight.changes import Change, changed_keys
+from verl_ray.paths import shown_path
+from verl_ray.preflight.changes import STEP_SIZES, Change, changed_keys
 from verl_ray.preflight.savings import in_words
+from verl_ray.shell import for_shell
 from verl_ray.suggest import either
 from verl_ray.tracking.jsonl import METRICS, RECORDED_STEPS, steps_of, unused_path
 
@@ -393,19 +396,27 @@ class Resumption:
         for change in refused:
             written = f"when {checkpoint.path.name} was written"
             rule = f"was {change.saved!r} {written}; {change.refused}"
-            fix = "Set it back, or start anew in another run.dir."
+            fix = (
+                "Set it back, or begin another run with this model: verl-ray export"
+                f" {for_shell([shown_path(checkpoint.path)])} FOLDER, then"
+                " model.path=FOLDER and another run.name."
+            )
             problems.append(Problem(change.key, change.now, rule, fix))
         if problems:
             raise ConfigError(problems)
 
     def _report_change(self, change: Change, checkpoint: Checkpoint) -> None:
         """Print a setting that differs from the checkpoint's."""
-        print(f"changed since {checkpoint.path.name}: {change}", flush=True)
+        is_size = any(fnmatchcase(change.key, each) for each in STEP_SIZES)
+        then = f", from step {checkpoint.step + 1} on" if is_size else ""
+        print(f"changed since {checkpoint.path.name}: {change}{then}", flush=True)
 
-        # Schedules that end are stretched over the whole run.
-        if change.key != "run.total_steps":
+        # Schedules that end are stretched over the updates of the whole run.
+        lengths = [self.config.run.steps]
+        if change.key == "run.total_steps":
+            lengths += [n for n in (change.saved, change.now) if isinstance(n, int)]
+        elif not is_size:
             return
-        lengths = [each for each in (change.saved, change.now) if isinstance(each, int)]
         progress = checkpoint.step / min(lengths)
         schedules = {
             optimizer.schedule

@@ -56,6 +56,11 @@ def test_null_is_off_where_0_is(key: str) -> None:
     off = compose("grpo", [*named, f"{key}=null"])
     assert off == compose("grpo", [*named, f"{key}=0"])
     assert value_of(off, key) == 0
+    if key.endswith("_every"):
+        for never in ("false", "-1"):
+            assert off == compose("grpo", [*named, f"{key}={never}"])
+        (problem,) = examine("quickstart", [f"{key}=no"]).problems
+        assert problem.fix.startswith("Use 0 for never") and "number" in problem.fix
 
 
 def test_a_message_says_whether_0_or_null_is_off() -> None:

@@ -100,6 +100,34 @@ def test_refused(key: str, value: object) -> None:
     assert str(refused[0]).startswith(f"{key}: ") and repr(value) in str(refused[0])
 
 
+SIZES = {
+    "data.prompts_per_step": 32,
+    "rollout.group_size": 4,
+    "actor.mini_batch_size": 64,
+}
+
+
+@pytest.mark.parametrize("key", SIZES)
+def test_steps_that_stand_alone_may_have_another_size(key: str) -> None:
+    saved = with_value("rollout.staleness", 0)
+    now = copy.deepcopy(saved)
+    section, name = key.split(".")
+    now[section][name] = SIZES[key]
+    (change,), refused = changed_keys(saved, now)
+    assert not refused and change.key == key
+
+    replaying, stale, counting = (copy.deepcopy(now) for _ in range(3))
+    replaying["algorithm"]["replay"] = 8
+    stale["rollout"]["staleness"] = 1
+    for tree, other in ((replaying, "algorithm.replay"), (stale, "rollout.staleness")):
+        (allowed,), (change,) = changed_keys(saved, tree)
+        assert (allowed.key, change.key) == (other, key)
+        assert "only a synchronous run" in str(change)
+    counting["run"] |= {"total_steps": None, "total_epochs": 2}
+    _, refused = changed_keys(saved, counting)
+    assert len(refused) == (key == "data.prompts_per_step")
+
+
 def test_a_state_has_the_average_of_its_decay() -> None:
     saved, now = (
         with_value("distill", {"average_decay": decay}) for decay in (0.9, None)

@@ -407,10 +407,15 @@ _ANSWERS: tuple[tuple[str, str], ...] = (
     ("{role}.epochs", "ppo_epochs num_iterations max_epochs num_ppo_epochs"),
     (
         _NEVER_IS_0.format(key="run.checkpoint_every"),
-        "save_freq save_steps save_period",
+        "save_freq save_steps save_period save_strategy",
     ),
     (_NEVER_IS_0.format(key="run.checkpoint_every"), "ckpt.interval save_interval"),
     (_NEVER_IS_0.format(key="run.evaluate_every"), "test_freq eval_steps val_period"),
+    (
+        _NEVER_IS_0.format(key="run.evaluate_every"),
+        "eval_strategy evaluation_strategy do_eval",
+    ),
+    ("run.save_at_end", "save_final save_final_checkpoint save_last"),
     (_NEVER_IS_0.format(key="run.evaluate_every"), "eval.interval eval_interval"),
     (
         "Nothing to set: run.evaluate_every > 0 evaluates before the first step, too.",

@@ -27,6 +27,7 @@ from verl_ray.config.advice import advice_on, foreign_choice
 from verl_ray.config.paths import UNKNOWN_PART
 from verl_ray.config.schema import Config
 from verl_ray.errors import ConfigError, Problem
+from verl_ray.settings.section import read_never
 from verl_ray.shell import for_shell
 from verl_ray.suggest import closest, either
 
@@ -292,6 +293,8 @@ def _bad_value(
         expected = [f"{text} of at least 0" for text in expected]
     if value == 0 and NoneType in get_args(field.annotation):
         expected.insert(0, "null")
+    if any(getattr(note, "func", None) is read_never for note in _notes(field)):
+        expected.insert(0, "0 for never")
 
     hint = f"Did you mean {either(near)}? " if near else ""
     meant = foreign_choice(".".join(key.split(".")[-2:]), str(value))
@@ -425,11 +428,16 @@ def _examples(key: str, kind: type[BaseModel]) -> list[object]:
 
 def _least(field: FieldInfo) -> object:
     """Return the least number that a field takes; None where nothing says so."""
+    return next((note.ge for note in _notes(field) if isinstance(note, Ge)), None)
+
+
+def _notes(field: FieldInfo) -> list[Any]:
+    """Return the annotations of a field, and of the members of its union."""
     notes = list(field.metadata)
     for member in get_args(field.annotation):
         for note in getattr(member, "__metadata__", ()):
             notes += note.metadata if isinstance(note, FieldInfo) else [note]
-    return next((note.ge for note in notes if isinstance(note, Ge)), None)
+    return notes
 
 
 def _field(key: str, kind: type[BaseModel]) -> FieldInfo:

@@ -23,7 +23,7 @@ from verl_ray.settings.section import (
     PositiveFloat,
     Section,
     Seed,
-    ZeroIsOff,
+    ZeroIsNever,
 )
 
 
@@ -64,9 +64,9 @@ class RecoveryConfig(Section):
     """Longest time in seconds that a run whose driver was replaced waits for what
     refuses its next start and may pass: a full disk, a taken port, a service that is
     away. 0 = a refusal ends it."""
-    snapshot_every: ZeroIsOff | Literal["measured"] | Auto
+    snapshot_every: ZeroIsNever | Literal["measured"] | Auto
     """Copy the state of every role that learns to the memory of its host every N steps,
-    where a lost process finds it again; 0 or null = never. measured: as often as the
+    where a lost process finds it again; 0 = never. measured: as often as the
     copies take at most 2 % of the time. auto: measured where the memory is large
     enough."""
     snapshot_copies: Literal[1, 2] | Auto
@@ -103,9 +103,9 @@ class RunConfig(Section):
     total_epochs: Positive | None
     """Times that every example of the training data is used, at least; null = by
     total_steps. The run counts the examples and records the steps as total_steps."""
-    evaluate_every: ZeroIsOff
-    """Evaluate before the first step and every N steps; 0 or null = never."""
-    checkpoint_every: ZeroIsOff
+    evaluate_every: ZeroIsNever
+    """Evaluate before the first step and every N steps; 0 = never."""
+    checkpoint_every: ZeroIsNever
     """Write a checkpoint every N steps, and where a run is stopped; 0 = never, not even
     then."""
     save_at_end: bool

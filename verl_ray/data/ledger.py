@@ -119,11 +119,14 @@ class History:
         reasons: The reasons that the column `reason` numbers.
         begins_at: What was settled before the first event. A run that goes on from the
             checkpoint of another one has its events alone.
+        frontiers: The frontier at which the process of each event began, int64
+            [events].
     """
 
     rows: Array
     reasons: list[str]
     begins_at: Settled
+    frontiers: Int64
 
     def of(self, event: Event) -> Array:
         """Return the events of one kind."""
@@ -229,8 +232,13 @@ def _history(paths: Sequence[Path]) -> History:
     reasons = table["reason"].combine_chunks().dictionary_encode()
     rows["reason"] = reasons.indices.fill_null(NONE).to_numpy()
 
-    begins_at = json.loads(tables[0].schema.metadata[_BEGINS_AT])
-    return History(rows, reasons.dictionary.to_pylist(), Settled(**begins_at))
+    begins_at = [
+        Settled(**json.loads(table.schema.metadata[_BEGINS_AT])) for table in tables
+    ]
+    frontiers = np.repeat(
+        [settled.frontier for settled in begins_at], [len(table) for table in tables]
+    )
+    return History(rows, reasons.dictionary.to_pylist(), begins_at[0], frontiers)
 
 
 def _read_part(path: Path) -> pa.Table:

@@ -3,20 +3,27 @@
 Invariant: the meaning of the saved state does not change: its data cursor, its random
 streams, its parameters and the roles that they belong to. Every other setting may
 change, and the change is shown. The path of the training data is such a setting: the
-cursor compares the records themselves (`verl_ray/data/cursor.py`).
+cursor compares the records themselves (`verl_ray/data/cursor.py`). So is the size of a
+step where no step learns from what an earlier one has drawn.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import Any
 
 from verl_ray.preflight.resolve import may_be_auto
 
 _ROWS = "the data cursor counts the rows that it leads to"
-_STEP = "the steps that are done were made of it, and so is the length of the schedule"
+_STEP = (
+    "the steps that are done were made of it; only a synchronous run of reinforcement"
+    " learning without replay may change it"
+)
+_STEP_OF_EPOCHS = (
+    "run.total_epochs counts steps of one size; give the length by run.total_steps"
+)
 _MODEL = "the saved parameters are those of this model"
 _OPTIMIZER = "the saved state is that of this optimizer"
 _ADAPTER = (
@@ -67,6 +74,10 @@ FIXED: tuple[tuple[str, str], ...] = (
     ("prepare.warm_start*", "the run made its inputs by it"),
 )
 """Settings that may not change: key (* stands for anything), reason."""
+
+STEP_SIZES = ("rollout.group_size", "data.prompts_per_step", "*.mini_batch_size")
+"""The settings among them that may change from one step to the next where each step
+learns from its own groups alone."""
 
 FOLLOWING: tuple[tuple[str, str], ...] = (
     ("model.path", "*.model.path"),
@@ -129,6 +140,7 @@ def changed_keys(
     # Either side has a run.dir of its own.
     saved_tree = _below_run_dir(saved, saved)
     tree = _below_run_dir(now, now)
+    stand_alone = _steps_stand_alone(saved) and _steps_stand_alone(now)
     differences = list(_differences(saved_tree, tree))
     values = {key: (before, after) for key, before, after in differences}
     for key, before, after in differences:
@@ -136,11 +148,22 @@ def changed_keys(
             continue
 
         change = Change(key, before, after, _reason_to_refuse(key, before, after))
+        if stand_alone and any(fnmatchcase(key, each) for each in STEP_SIZES):
+            is_counted = key == "data.prompts_per_step" and now["run"].get("total_epochs")
+            change = replace(change, refused=_STEP_OF_EPOCHS if is_counted else None)
         if change.refused is None:
             allowed.append(change)
         else:
             refused.append(change)
     return allowed, refused
+
+
+def _steps_stand_alone(tree: Mapping[str, Any]) -> bool:
+    """Return whether each step of a run learns from groups that it draws itself."""
+    algorithm = tree.get("algorithm")
+    if not isinstance(algorithm, Mapping) or algorithm.get("replay") is not None:
+        return False
+    return bool(tree.get("rollout", {}).get("staleness") == 0)
 
 
 def changed_model(

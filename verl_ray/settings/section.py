@@ -23,6 +23,16 @@ ZeroIsOff = Annotated[
     int, BeforeValidator(lambda value: 0 if value is None else value), Field(ge=0)
 ]
 """A number that turns something off where it is 0; null, off elsewhere, becomes 0."""
+
+
+def read_never(value: object) -> object:
+    """Return 0 for each value that means never in some system: null, false and -1."""
+    return 0 if value is None or value is False or value == -1 else value
+
+
+ZeroIsNever = Annotated[int, BeforeValidator(read_never), Field(ge=0)]
+"""An interval that is never over where it is 0."""
+
 PositiveFloat = Annotated[float, Field(gt=0)]
 NonNegativeFloat = Annotated[float, Field(ge=0)]
 PositiveFraction = Annotated[float, Field(gt=0, le=1)]

@@ -305,3 +305,24 @@ def test_the_last_batch_of_a_finished_run_is_missed(
     ledger.state()
     ledger.write(3)
     printed(capsys, tmp_path)
+
+
+@pytest.mark.parametrize(("first_size", "code"), [(3, 0), (1, 1)])
+def test_steps_of_another_size_after_a_restart_are_no_fault(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    first_size: int,
+    code: int,
+) -> None:
+    """Batches of 3 up to step 2, and of 2 from there on; or steps of 1 and 5."""
+    ledger = started(tmp_path)
+    with_batches_of(2, tmp_path)
+    step(ledger, 1, *range(first_size))
+    step(ledger, 2, *range(first_size, 6))
+    following = resumed(ledger)
+    following.draw(ids(6, 7), 2)
+    finish(following, ids(6, 7), 2)
+    step(following, 3, 6, 7)
+    cells, _ = printed(capsys, tmp_path, code=code)
+    text = " ".join(word for row in cells for word in row)
+    assert ("trained in another step" in text) == bool(code)

@@ -110,11 +110,11 @@ def test_a_setting_that_the_state_depends_on_may_not_change(
                 "run.total_steps=9",
             )
         )
-    assert sorted(problem.key for problem in caught.value.problems) == [
-        "rollout.group_size",
-        "run.seed",
-    ]
-    assert "was 0 when step_00000001 was written" in str(caught.value)
+    (problem,) = caught.value.problems
+    assert problem.key == "run.seed"
+    assert "was 0 when step_00000001 was written" in problem.rule
+    way_out = f"verl-ray export {tmp_path}/checkpoints/step_00000001 FOLDER"
+    assert way_out in problem.fix and "model.path=FOLDER" in problem.fix
 
 
 def test_what_may_change_is_shown(
@@ -130,6 +130,7 @@ def test_what_may_change_is_shown(
                 "run.total_steps=9",
                 "actor.optimizer.schedule=linear",
                 "critic.optimizer.schedule=wsd",
+                "rollout.group_size=8",
             )
         ).step
         == 1
@@ -140,6 +141,7 @@ def test_what_may_change_is_shown(
     assert (
         "run.total_steps: 100 -> 9" in shown
         and "actor.backend.kind: 'engine' -> 'fsdp'" in shown
+        and "rollout.group_size: 4 -> 8, from step 2 on" in shown
     )
 
 
