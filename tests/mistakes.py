@@ -218,6 +218,7 @@ def _of_other_systems(inputs: Inputs) -> list[Mistake]:
         ("per_device_train_batch_size=4", "data.prompts_per_step"),
         ("trainer.save_freq=10", "run.checkpoint_every"),
         ("eval_strategy=no", "run.evaluate_every, in steps; 0 = never"),
+        ("backend.device=cuda", "the device is found by itself"),
         ("actor.use_kl_loss=true", "algorithm.kl"),
         ("rollout.gpu_memory_utilization=0.6", "rollout.kv_cache_gib"),
         ("run.epochs=2", "run.total_epochs"),

@@ -26,6 +26,7 @@ from verl_ray.algorithms.advantages import ADVANTAGES
 from verl_ray.algorithms.catalogue import CHOICES
 from verl_ray.algorithms.policy_losses import POLICY_LOSSES
 from verl_ray.checkpoint.store import CheckpointStore
+from verl_ray.config.advice import DEVICE
 from verl_ray.config.algorithm import ADDITIONS, AlgorithmConfig
 from verl_ray.config.distill import DistillConfig
 from verl_ray.config.load import parse, to_tree
@@ -223,7 +224,8 @@ def checked_config(
     composition = examine(
         config_name, overrides, config_dir, evaluates=evaluates, assumed=assumed
     )
-    config, problems = composition.config, list(composition.problems)
+    config = composition.config
+    problems = [_with_devices(each) for each in composition.problems]
     findings = Findings()
     # The machine is checked in any case, so that all problems come together.
     if config is not None:
@@ -252,6 +254,15 @@ def checked_config(
     if (trains or evaluates) and not is_finished:
         _fetch_models(config)
     return Checked(config, results, findings.warnings + results.warnings)
+
+
+def _with_devices(problem: Problem) -> Problem:
+    """Add to the answer about a key that would choose a device which ones there are."""
+    if problem.fix != DEVICE:
+        return problem
+    num_gpus = Machine.here().gpus
+    gpus = "1 GPU" if num_gpus == 1 else f"{num_gpus or 'no'} GPUs"
+    return replace(problem, fix=f"{DEVICE} This machine has {gpus}.")
 
 
 def _pinned(

@@ -27,7 +27,7 @@ from controllers.compose.trees import (
 )
 from controllers.tasks import sections_of_all_tasks
 from verl_ray.backends import BACKENDS, DEFAULT_BACKEND
-from verl_ray.config.advice import advice_on, foreign_choice
+from verl_ray.config.advice import DEVICE, advice_on, foreign_choice
 from verl_ray.config.optimizers import OPTIMIZERS
 from verl_ray.errors import Problem
 from verl_ray.settings.section import Section
@@ -398,7 +398,7 @@ def _unknown_backend_field(group: str, override: Override, prefix: str) -> Probl
         known |= dict.fromkeys(f"{prefix}{field}" for field in settings.model_fields)
     known.pop(f"{prefix}kind", None)
 
-    fix = did_you_mean(key, list(known), "key")
+    fix = DEVICE if name == "device" else did_you_mean(key, list(known), "key")
     return Problem(key, override.value(), "no such key", fix)
 
 

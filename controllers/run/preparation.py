@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from controllers.run.loop import Loop, NoPersistence, UnguardedSteps
@@ -60,6 +61,7 @@ from verl_ray.preflight.findings import (
 )
 from verl_ray.profiling.phases import OpenPhase, phase
 from verl_ray.tracking.base import Sample, Tracker
+from verl_ray.tracking.block import duration_text
 from workers.actor import ActorWorker
 
 
@@ -215,20 +217,50 @@ class WarmStart(SFTTrainer):
 class WarmStartProgress(Tracker):
     """Prints a line for every evaluated step to the user who waits, and counts all."""
 
-    def __init__(self, warm_start: OpenPhase, max_steps: int) -> None:
-        """Count the steps in a phase, of which there are at most `max_steps`."""
+    def __init__(
+        self,
+        warm_start: OpenPhase,
+        config: WarmStartConfig,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Count the steps in a phase.
+
+        Args:
+            warm_start: The phase.
+            config: Its settings, which say how many steps there are.
+            clock: Clock in seconds.
+        """
         self._phase = warm_start
-        self._max_steps = max_steps
+        self._config = config
+        self._clock = clock
+        self._first: tuple[int, float] | None = None
+        """The first step whose line was written, and when."""
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        self._phase.reach(step, self._max_steps, "steps at most")
+        self._phase.reach(step, self._config.max_steps, "steps at most")
+        if step > 0 and self._first is None:
+            # The first step takes longer than those after it.
+            self._first = step, self._clock()
         if {"train/loss", ACCURACY} <= metrics.keys():
             loss = metrics["train/loss"]
             accuracy = metrics[ACCURACY]
             print(
-                f"warm start: step {step}  loss {loss:.3f}  held-out {accuracy:.3f}",
+                f"warm start: step {step}  loss {loss:.3f}  held-out {accuracy:.3f}"
+                f"{self._remaining(step)}",
                 flush=True,
             )
+
+    def _remaining(self, step: int) -> str:
+        """Return how long the rest takes at least and at most, as text."""
+        first_step, begun_s = self._first or (step, 0.0)
+        if step == first_step:
+            return ""
+        step_s = (self._clock() - begun_s) / (step - first_step)
+        most = duration_text((self._config.max_steps - step) * step_s)
+        if step >= self._config.min_steps:
+            return f"  at most {most} left"
+        least = duration_text((self._config.min_steps - step) * step_s)
+        return f"  {least} to {most} left"
 
     def samples(self, step: int, rows: Sequence[Sample]) -> None: ...
 
@@ -281,7 +313,7 @@ def _warm_start(
 
         max_skipped_steps = config.run.max_skipped_steps
         trainer = WarmStart(warm, system.actor, examples, max_skipped_steps)
-        counter = WarmStartProgress(warm_start, warm.max_steps)
+        counter = WarmStartProgress(warm_start, warm)
         loop = Loop(job.run, trainer, counter, NoPersistence(), UnguardedSteps())
         loop.run()
 

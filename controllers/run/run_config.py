@@ -6,6 +6,7 @@ the user gave it.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,14 +19,22 @@ from verl_ray.cluster.session import Session
 from verl_ray.config.load import to_tree
 from verl_ray.config.schema import Config, rule_violations
 from verl_ray.errors import ConfigError, Problem
+from verl_ray.paths import shown_path
 from verl_ray.preflight.memory_plan import memory_plan
 from verl_ray.preflight.resolve import (
+    Resolution,
     resolution_of_steps,
     resolutions,
     resolve,
     with_total_steps,
 )
-from verl_ray.preflight.tables import memory_table, print_resolutions, print_tables
+from verl_ray.preflight.tables import (
+    auto_table,
+    memory_in_words,
+    memory_table,
+    resolutions_in_words,
+    text_of,
+)
 
 
 def settle(requested: Config, session: Session, resumption: Resumption) -> Config:
@@ -44,9 +53,30 @@ def settle(requested: Config, session: Session, resumption: Resumption) -> Confi
     resumption.report_other_device(on_gpus=on_gpus)
     write_config(config, requested.run.resume)
 
-    print_resolutions(resolutions(requested, facts))
-    print_tables(memory_table(memory_plan(config, on_gpus=on_gpus)))
+    _show_plan(config, resolutions(requested, facts), on_gpus=on_gpus)
     return config
+
+
+PLAN = "plan.txt"
+"""File in run.dir with what each `auto` became and the predicted memory."""
+
+
+def _show_plan(
+    config: Config, resolved: Sequence[Resolution], *, on_gpus: bool
+) -> None:
+    """Print in two lines what was resolved and predicted, and write all of it."""
+    memory = memory_plan(config, on_gpus=on_gpus)
+    tables = [auto_table(resolved)] if resolved else []
+    path = Path(config.run.dir) / PLAN
+    path.write_text(text_of(*tables, memory_table(memory)), "utf-8")
+
+    if resolved:
+        print(resolutions_in_words(resolved))
+    print(
+        f"memory, predicted: {memory_in_words(memory)}; all of this is in"
+        f" {shown_path(path)}",
+        flush=True,
+    )
 
 
 def with_counted_steps(config: Config, data: Any) -> Config:

@@ -30,7 +30,7 @@ from verl_ray.errors import (
     WorkerError,
 )
 from verl_ray.profiling.phases import PHASES, Count
-from verl_ray.profiling.progress import Progress
+from verl_ray.profiling.progress import READS, Progress
 
 # The peers of a rank that raised get this long to reply. If one of them died in the
 # meantime, its death is the root cause.
@@ -218,9 +218,11 @@ def count_of(rank_calls: Sequence[RankCall]) -> Count | None:
 
 
 def amount(progress: Progress) -> str:
-    """Return how much a process has done: "3/16 micro-batches", "120 MiB read"."""
+    """Return how much a process has done: "3/16 micro-batches", "120 MiB"."""
     if not progress.unit:
         return ""
+    if progress.unit == READS:
+        return "reading files"
     if progress.total is not None:
         return str(Count(progress.done, progress.total, progress.unit))
     if progress.unit.startswith("bytes"):

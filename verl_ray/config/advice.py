@@ -306,6 +306,11 @@ _KV_CACHE = (
     "rollout.kv_cache_gib is the key-value cache of a replica's rank in GiB, not a"
     " share of the device: about that share of its memory, minus the model's weights."
 )
+DEVICE = (
+    "Nothing to set: the device is found by itself, which is a GPU per rank wherever the"
+    " cluster has any."
+)
+"""Answer to a key that would choose a device."""
 _DTYPES = (
     "backend.dtype=bfloat16 sets the trainers, rollout.dtype=bfloat16 the rollout"
     " engine."
@@ -512,6 +517,7 @@ _ANSWERS: tuple[tuple[str, str], ...] = (
     ("{role}.lora.rank", "lora_rank lora_r use_peft peft.r"),
     ("{role}.lora.alpha", "lora_alpha"),
     ("{role}.lora.targets", "target_modules lora_target_modules"),
+    (DEVICE, "device device_type use_cpu no_cuda use_cuda"),
     (_DTYPES, "bf16 torch_dtype dtype precision fp16 param_dtype model_dtype"),
     ("backend.activation_checkpointing", "gradient_checkpointing"),
     ("backend.activation_checkpointing", "enable_gradient_checkpointing"),

@@ -8,6 +8,7 @@ rank that needs it.
 from __future__ import annotations
 
 import json
+import math
 from abc import abstractmethod
 from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
@@ -22,7 +23,7 @@ from verl_ray.errors import ModelError
 from verl_ray.hub.model_folders import INDEX, json_object
 from verl_ray.models.names import TYPE_NAMES, Box
 from verl_ray.models.parts import read_config, text_config
-from verl_ray.profiling.progress import advance
+from verl_ray.profiling.progress import reach
 from verl_ray.settings.config_json import has_other_parts, text_name
 
 if TYPE_CHECKING:
@@ -67,6 +68,23 @@ class TensorSource(Collection[str]):
         return len(self.header)
 
 
+class _Read:
+    """Counts as progress how much of a model a rank has read, any part of a tensor."""
+
+    def __init__(self, header: Header) -> None:
+        self._sizes = {
+            name: math.prod(shape) * dtype.itemsize
+            for name, (shape, dtype) in header.items()
+        }
+        self._total = sum(self._sizes.values())
+        self._done = 0
+
+    def note(self, name: str) -> None:
+        """Note that a tensor, or a part of it, was read; only the first time counts."""
+        self._done += self._sizes.pop(name, 0)
+        reach(self._done, self._total, "bytes")
+
+
 class CheckpointReader(TensorSource):
     """A model directory that every rank reads by itself.
 
@@ -108,6 +126,8 @@ class CheckpointReader(TensorSource):
                 )
             header[name] = (tuple(part.get_shape()), TYPES[type_name])
         self.header = header
+        # Whoever takes all parts to copy them counts what is written.
+        self._read = None if all_parts else _Read(header)
 
     def config(self, **settings: Any) -> PretrainedConfig:
         config = text_config(read_config(self._path, trusts_code=self._trusts_code))
@@ -125,7 +145,8 @@ class CheckpointReader(TensorSource):
 
         # The box of a scalar is empty, and `...` is all of it.
         part: Tensor = self._slices[name][box or ...]
-        advance(part.nbytes, "bytes")
+        if self._read is not None:
+            self._read.note(name)
         return part
 
 
@@ -179,6 +200,7 @@ class RankZeroReader(TensorSource):
         # The reader of rank 0; None on other ranks.
         self._reader: CheckpointReader | None = None
         self.header = self._from_rank_zero(lambda: self._open(path))
+        self._read = _Read(self.header)
 
     def _open(self, path: str) -> Header:
         self._reader = CheckpointReader(path)
@@ -220,5 +242,5 @@ class RankZeroReader(TensorSource):
 
         whole = whole.to(self._device)
         dist.broadcast(whole, src=0)
-        advance(whole.nbytes, "bytes")
+        self._read.note(name)
         return whole[box or ...]

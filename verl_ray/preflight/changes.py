@@ -149,7 +149,9 @@ def changed_keys(
 
         change = Change(key, before, after, _reason_to_refuse(key, before, after))
         if stand_alone and any(fnmatchcase(key, each) for each in STEP_SIZES):
-            is_counted = key == "data.prompts_per_step" and now["run"].get("total_epochs")
+            is_counted = key == "data.prompts_per_step" and now["run"].get(
+                "total_epochs"
+            )
             change = replace(change, refused=_STEP_OF_EPOCHS if is_counted else None)
         if change.refused is None:
             allowed.append(change)

@@ -6,6 +6,7 @@ and a table of `auto` shows only what was resolved, each key once.
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import sys
@@ -42,6 +43,15 @@ def print_tables(*tables: RenderableType) -> None:
         console.print(table, soft_wrap=isinstance(table, str), highlight=False)
 
 
+def text_of(*tables: RenderableType) -> str:
+    """Return tables as they are printed to a file."""
+    text = io.StringIO()
+    console = Console(file=text, force_jupyter=False, width=_WIDTH, highlight=False)
+    for table in tables:
+        console.print(table)
+    return text.getvalue()
+
+
 def compact_table(title: str) -> Table:
     """Return an empty table without frames, whose first column begins a line."""
     return Table(
@@ -51,6 +61,18 @@ def compact_table(title: str) -> Table:
         padding=(0, 1, 0, 0),
         pad_edge=False,
     )
+
+
+def memory_in_words(plan: MemoryPlan, *, nodes: int = 1) -> str:
+    """Return where and when the memory is fullest, and how full it is predicted to be.
+
+    Args:
+        plan: Memory plan of a run.
+        nodes: Number of hosts, whose memory is a sum.
+    """
+    phase, most = plan.fullest(on_device=plan.on_gpus, nodes=nodes)
+    place = "a device" if plan.on_gpus else "the machine"
+    return f"{place} is fullest in the phase {phase}, {most / GIB:.2f} GiB"
 
 
 class _MemoryTables:
@@ -102,7 +124,7 @@ def _table(
     nodes: int,
 ) -> Table:
     """Return a table with some of the parts, and some of the phases."""
-    phase, most = plan.fullest(on_device=plan.on_gpus, nodes=nodes)
+    _, most = plan.fullest(on_device=plan.on_gpus, nodes=nodes)
     # One unit for the whole table, so that figures can be compared.
     unit = MIB
     unit_name = "MiB"
@@ -110,10 +132,9 @@ def _table(
         unit = GIB
         unit_name = "GiB"
 
-    place = "a device" if plan.on_gpus else "the machine"
     title = f"memory in {unit_name} per rank, predicted"
     if phases:
-        title += f": {place} is fullest in the phase {phase}, {most / GIB:.2f} GiB"
+        title += f": {memory_in_words(plan, nodes=nodes)}"
     table = compact_table(title)
     # The edge between numbers is enough, and 80 columns hold all parts.
     table.padding = 0
@@ -171,10 +192,34 @@ def print_resolutions(resolutions: Sequence[Resolution], place: str = "here") ->
         place: The machine, as the end of the title.
     """
     if resolutions:
-        print_tables(_auto_table(resolutions, place))
+        print_tables(auto_table(resolutions, place))
 
 
-def _auto_table(resolutions: Sequence[Resolution], place: str) -> Table:
+_FEW = 3
+
+
+def resolutions_in_words(resolutions: Sequence[Resolution]) -> str:
+    """Return how many settings were `auto`, and what the first of them became."""
+    values: dict[str, object] = {}
+    for each in resolutions:
+        # Roles mostly share their settings.
+        key = _without_role(each.key)
+        if values.get(key, each.value) != each.value:
+            key = each.key
+        values[key] = each.value
+    few = [*values.items()][:_FEW]
+    shown = [f"{key}={_as_typed(value)}" for key, value in few]
+    more = ", ..." if len(values) > _FEW else ""
+    return f"{len(values)} settings were auto: {', '.join(shown)}{more}"
+
+
+def auto_table(resolutions: Sequence[Resolution], place: str = "here") -> Table:
+    """Return the table of what each `auto` becomes and why.
+
+    Args:
+        resolutions: What was resolved.
+        place: The machine, as the end of the title.
+    """
     table = compact_table(f"auto: what these settings become {place}")
     # The first column has names, which are not cut.
     table.add_column("key", no_wrap=True)
@@ -185,8 +230,7 @@ def _auto_table(resolutions: Sequence[Resolution], place: str) -> Table:
     # Roles mostly share their settings, so these share a line.
     sections: dict[tuple[str, str, str], list[str]] = {}
     for resolution in resolutions:
-        # Without quotes a value reads as the user would type it.
-        value = json.dumps(resolution.value).replace('"', "")
+        value = _as_typed(resolution.value)
         section, name = _section_and_name(resolution.key)
         sections.setdefault((name, value, resolution.because), []).append(section)
 
@@ -197,6 +241,17 @@ def _auto_table(resolutions: Sequence[Resolution], place: str) -> Table:
         table.add_row(key, value, because)
 
     return table
+
+
+def _as_typed(value: object) -> str:
+    """Return a value as the user would type it, which is without quotes."""
+    return json.dumps(value).replace('"', "")
+
+
+def _without_role(key: str) -> str:
+    """Return the key of a backend without its role, and any other as it is."""
+    _, separator, name = key.partition(".backend.")
+    return f"backend.{name}" if separator else key
 
 
 def _section_and_name(key: str) -> tuple[str, str]:

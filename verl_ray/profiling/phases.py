@@ -36,6 +36,7 @@ _LIVE_S = 5.0
 _SOON_S = 1.5
 """Seconds before a report in which its details are requested."""
 
+_KIB = 1 << 10
 _MIB = 1 << 20
 
 Text = str | Callable[[], str]
@@ -54,7 +55,8 @@ class Count:
         if not self.unit.startswith("bytes"):
             return f"{self.done}/{self.total} {self.unit}"
         rest = self.unit.removeprefix("bytes")
-        return f"{self.done // _MIB}/{self.total // _MIB} MiB{rest}"
+        size, name = (_MIB, "MiB") if self.total >= _MIB else (_KIB, "KiB")
+        return f"{self.done // size}/{self.total // size} {name}{rest}"
 
 
 @dataclass(frozen=True)

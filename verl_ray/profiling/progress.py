@@ -28,6 +28,10 @@ import psutil
 
 from verl_ray.profiling.trace import span
 
+READS = "bytes read"
+"""What is counted of a library that counts nothing itself: bytes of any file, so they
+say that it goes on, and not how much is done."""
+
 _INTERVAL_S = 5.0
 # Logs and sockets of an idle process read far less in one interval.
 _LEAST_BYTES = 1 << 20
@@ -201,7 +205,7 @@ def _count(ended: threading.Event, interval_s: float) -> None:
     while not ended.wait(interval_s):
         total = _read_bytes()
         if total - counted >= _LEAST_BYTES:
-            advance(total - counted, "bytes read")
+            advance(total - counted, READS)
             counted = total
 
 

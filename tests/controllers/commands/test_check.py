@@ -240,11 +240,14 @@ def test_problems_of_configuration_and_machine_come_together(
             f"data.validation_path={data}/notes.txt",
         ),
         "reward.functions.default=exact_mach",
+        "backend.device=cuda",
     ]
     assert main(["check", *arguments]) == 2
     captured = capsys.readouterr()
     assert captured.out == ""
-    assert captured.err.startswith("7 problems in the configuration:")
+    assert captured.err.startswith("8 problems in the configuration:")
+    said = " ".join(captured.err.split())
+    assert "cluster has any. This machine has " in said
     for text in (
         "rolout.top_p = 1\n    rule: no such key\n    fix:  Did you mean rollout.top_p",
         "rollout.group_size = 0\n    rule: this number is out of range\n    fix:  Use a number above 0; the nearest is",

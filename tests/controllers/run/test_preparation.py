@@ -11,11 +11,13 @@ import pytest
 
 from controllers.run.preparation import (
     WarmStart,
+    WarmStartProgress,
     prepare,
     supervised_job,
     write_problems,
 )
 from controllers.system.plan import ClusterShape, resolve_on
+from controllers.trainers.sft import ACCURACY
 from scripts.configuration import compose
 from tests.data.reading import read_supervised
 from verl_ray.cluster.session import Session
@@ -26,6 +28,7 @@ from verl_ray.data.tokenizers import load_tokenizer
 from verl_ray.errors import ConfigError, DataError
 from verl_ray.preflight.findings import INPUTS_COMPLETE, INPUTS_STARTED, inputs_folder
 from verl_ray.preflight.model_files import settings_of
+from verl_ray.profiling.phases import OpenPhase
 
 SMALL = [
     "run.threads_per_rank=1", "prepare.max_operand=19", "prepare.num_train=300", "prepare.num_validation=40",
@@ -77,6 +80,26 @@ def test_a_warm_start_says_how_it_ended() -> None:
     high = trainer._config.accuracy_high
     said = "done after 370 steps, the held-out accuracy 0.410 is within 0.32 to"
     assert trainer.outcome == f"{said} {high:g}"
+
+
+def test_a_warm_start_says_how_long_it_takes(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """From 350 to 1000 steps, each of half a second after the first one."""
+    preparation = compose("quickstart").preparation
+    assert preparation is not None
+    now_s = iter((100.0, 104.5, 280.0))
+    opened = OpenPhase("warm start", 0.0)
+    progress = WarmStartProgress(opened, preparation.warm_start, lambda: next(now_s))
+    evaluated = {"train/loss": 2.0, ACCURACY: 0.125}
+    progress.log(0, {ACCURACY: 0.0})
+    progress.log(1, {"train/loss": 3.0})
+    progress.log(10, evaluated)
+    progress.log(361, evaluated)
+    first, last = capsys.readouterr().out.splitlines()
+    line = "warm start: step 10  loss 2.000  held-out 0.125  2m50s to 8m15s left"
+    assert first == line and last.endswith("  at most 5m20s left")
+    assert str(opened.count) == "361/1000 steps at most"
 
 
 def test_a_folder_that_no_run_made_stays(tmp_path: Path) -> None:

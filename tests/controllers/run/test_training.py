@@ -253,8 +253,12 @@ def test_a_run_writes_all_that_it_promises(inputs: Inputs, finished: Finished) -
             assert value == pytest.approx(
                 line[name.replace("_gib", "_predicted_gib")], rel=0.2
             ), name
-    assert "predicted: the machine is fullest in the phase" in printed
-    assert printed.count("auto: what these settings become here") == 1
+    first, auto, memory, *_ = printed.splitlines()
+    assert first.endswith(f": writing to {run_dir}")
+    assert " settings were auto: backend.dtype=float32, " in auto
+    assert "predicted: the machine is fullest in the phase" in memory
+    plan = (run_dir / "plan.txt").read_text()
+    assert "auto: what these settings become here" in plan and "buffers" in plan
 
     logged = wandb_history(run_dir)
     assert [item["training/global_step"] for item in logged] == [0, 1, 2, 3]
