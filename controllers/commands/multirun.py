@@ -25,12 +25,19 @@ from rich.table import Table
 from controllers.commands.check import SeenData, checked_config
 from controllers.compose.grammar import SweptRun, swept_runs
 from controllers.run.best import BestEvaluation, best_of, evaluations_of
-from controllers.run.next_command import in_shell, next_in_words, typed_words
+from controllers.run.next_command import (
+    in_shell,
+    next_in_words,
+    shell_command,
+    typed_words,
+)
 from verl_ray.config.schema import Config
 from verl_ray.disk import replace_file
 from verl_ray.errors import ConfigError, Interrupted, Problem, TrackingError
+from verl_ray.paths import shown_path
 from verl_ray.preflight.machine import Machine
 from verl_ray.preflight.tables import print_tables
+from verl_ray.report.tracker import PAGE
 from verl_ray.shell import override_of
 from verl_ray.tracking.base import GLOBAL_STEP, HELD_OUT
 from verl_ray.tracking.jsonl import METRICS, read_metrics
@@ -318,8 +325,11 @@ def print_summary(
     """
     measured = [_measured(end, command) for end in ends]
     table = _table(title, ends, measured)
-    lines = list(_best_run(command, ends, measured))
-    print_tables(table, *lines)
+    lines = list(_way_on(command, ends, measured, folder))
+    print_tables(table)
+    if folder is not None:
+        print(f"this summary: {folder / SUMMARY}", flush=True)
+    print_tables(*lines)
     if folder is None:
         return
 
@@ -328,7 +338,6 @@ def print_summary(
     for part in (table, *lines):
         console.print(part, soft_wrap=isinstance(part, str), markup=False)
     replace_file(folder / SUMMARY, text.getvalue().encode(errors="backslashreplace"))
-    print(f"this summary: {folder / SUMMARY}", flush=True)
 
 
 def _table(
@@ -354,23 +363,51 @@ def _cell(value: float | None) -> str:
     return "-" if value is None else f"{value:.4g}"
 
 
-def _best_run(
-    command: str, ends: Sequence[RunEnd], measured: Sequence[_Measured | None]
+def _way_on(
+    command: str,
+    ends: Sequence[RunEnd],
+    measured: Sequence[_Measured | None],
+    folder: Path | None,
 ) -> Iterator[str]:
-    """Yield which run is the best, and what to try next with it."""
+    """Yield what to try next, a report over all runs, and which run is the best."""
+    best = _best_run(measured)
+    if command == "train":
+        if best is not None:
+            yield next_in_words(ends[best].config)
+        yield from _report_line(ends, folder)
+
+    if best is not None and (result := measured[best]) is not None:
+        metric = result.best.name.removeprefix(HELD_OUT)
+        yield (
+            f"best: run {best}, with {metric} {result.best.value:.4g} at step"
+            f" {result.best.step}, in {shown_path(Path(ends[best].config.run.dir))}"
+        )
+
+
+def _report_line(ends: Sequence[RunEnd], folder: Path | None) -> Iterator[str]:
+    """Yield the command that compares the runs that have begun, if several have."""
+    folders = [Path(end.config.run.dir) for end in ends if end.minutes is not None]
+    folders = [each for each in folders if (each / METRICS).is_file()]
+    if len(folders) < 2:
+        return
+    words = ["report", *map(shown_path, folders)]
+    if folder is not None:
+        words += ["--output", shown_path(folder / PAGE)]
+    yield f"one report over all runs:\n{shell_command(*words)}"
+
+
+def _best_run(measured: Sequence[_Measured | None]) -> int | None:
+    """Return the number of the best run; None where they cannot be compared."""
     bests = {number: result.best for number, result in enumerate(measured) if result}
     # Values of different metrics cannot be compared.
     if len({best.name for best in bests.values()}) != 1:
-        return
+        return None
 
     number, best = next(iter(bests.items()))
     for other, candidate in bests.items():
         if best.is_worse_than(candidate.value):
             number, best = other, candidate
-    metric = best.name.removeprefix(HELD_OUT)
-    yield f"best: run {number}, with {metric} {best.value:.4g} at step {best.step}"
-    if command == "train":
-        yield next_in_words(ends[number].config)
+    return number
 
 
 def _measured(end: RunEnd, command: str) -> _Measured | None:

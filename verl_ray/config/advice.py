@@ -307,8 +307,8 @@ _KV_CACHE = (
     " share of the device: about that share of its memory, minus the model's weights."
 )
 DEVICE = (
-    "Nothing to set: the device is found by itself, which is a GPU per rank wherever the"
-    " cluster has any."
+    "Nothing to set: the device is found by itself, which is a GPU per rank wherever"
+    " the cluster has any."
 )
 """Answer to a key that would choose a device."""
 _DTYPES = (

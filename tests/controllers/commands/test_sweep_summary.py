@@ -46,13 +46,18 @@ def test_the_best_run_and_its_commands_are_printed_and_written(
     assert ["1", "run.seed=1", "done", "2.0", "0.25", "0.625", "0.75"] in rows
     assert ["2", "run.seed=2", "not", "started", "-", "-", "-", "-"] in rows
     assert ["3", "run.seed=3", "failed", "0.1", "-", "-", "-"] in rows
-    assert "best: run 1, with sums/acc/mean@1 0.75 at step 2" in text
+    *_, command, best = text.splitlines()
+    report = f"report {tmp_path}/0 {tmp_path}/1 --output {tmp_path}/report.html"
+    assert command.endswith(report)
+    assert best == (
+        f"best: run 1, with sums/acc/mean@1 0.75 at step 2, in {tmp_path}/1"
+    )
     assert (
         f"export {tmp_path}/1/checkpoints/step_00000004 {tmp_path}/1/exported" in text
     )
 
     written = (tmp_path / "sweep.txt").read_text()
-    assert written.splitlines()[-1] == text.splitlines()[-2]
+    assert written.splitlines()[-2:] == [command, best]
     assert ["1", "run.seed=1", "done", "2.0", "0.25", "0.625", "0.75"] in cells(written)
 
 
