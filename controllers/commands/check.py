@@ -224,8 +224,7 @@ def checked_config(
     composition = examine(
         config_name, overrides, config_dir, evaluates=evaluates, assumed=assumed
     )
-    config = composition.config
-    problems = [_with_devices(each) for each in composition.problems]
+    config, problems = composition.config, list(composition.problems)
     findings = Findings()
     # The machine is checked in any case, so that all problems come together.
     if config is not None:
@@ -250,7 +249,7 @@ def checked_config(
             problems += rule_violations(counted, evaluates=evaluates)
 
     if config is None or problems:
-        raise ConfigError(problems)
+        raise ConfigError([_with_devices(problem) for problem in problems])
     if (trains or evaluates) and not is_finished:
         _fetch_models(config)
     return Checked(config, results, findings.warnings + results.warnings)

@@ -169,7 +169,8 @@ def _expected_steps(trained: Array, frontiers: Int64, prompts_per_step: int) -> 
         return ordinals // prompts_per_step + 1
     process = np.searchsorted(begins, frontiers)
     size = np.append(sizes, prompts_per_step)[process]
-    return first_steps[process] + (ordinals - frontiers) // size
+    steps: Array = first_steps[process] + (ordinals - frontiers) // size
+    return steps
 
 
 def unfinished(history: History, last_step: int | None) -> list[str]:

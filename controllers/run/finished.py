@@ -174,7 +174,8 @@ def show_finished(config: Config, step: int) -> None:
     if _newest_checkpoint(config) is None:
         way_on = (
             "It saved no checkpoint (run.save_at_end=false), so no setting gives it"
-            " more steps; another run.name trains again"
+            " more steps; another run.name trains again, and run.save_at_end=true lets"
+            " that run go on later"
         )
     print(
         f"{run_dir} is finished: {step} steps are done and nothing is left to do."

@@ -96,11 +96,9 @@ def open_run(config: Config, command: str = "") -> Iterator[OpenRun | None]:
                 show_finished(config, finished)
                 yield None
                 return
-        if resumption.checkpoint is None:
-            refuse_other_end(config)
 
-        print(f"{config.run.name}: writing to {config.run.dir}", flush=True)
         inherited = _inherited(resumption)
+        print(f"{config.run.name}: writing to {config.run.dir}", flush=True)
         allow_other_drivers(config.run)
         check = CheckpointCheck(resumption)
         first_step = inherited.newest if inherited else resumption.step or 0
@@ -151,6 +149,8 @@ def _inherited(resumption: Resumption) -> LeftSnapshots | None:
     """Return what an earlier driver has left of later steps, if it has any."""
     inherited = resumption.left_snapshots(owner_of_snapshots())
     if inherited is None:
+        if resumption.checkpoint is None:
+            refuse_other_end(resumption.config)
         resumption.set_aside_old_record()
     return inherited
 

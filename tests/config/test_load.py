@@ -40,6 +40,12 @@ def test_a_configuration_survives_yaml(root: str) -> None:
     assert typed_config(saved) == config
     # Nothing is added to what this version saves.
     assert migrated(saved) == saved
+    # An earlier version saved the last step where it wrote checkpoints on the way.
+    del saved["run"]["save_at_end"]
+    assert typed_config(migrated(saved)) == config
+    saved["run"]["checkpoint_every"] = 0
+    assert not typed_config(migrated(saved)).run.save_at_end
+    saved["run"]["checkpoint_every"] = config.run.checkpoint_every
     if root == "reward_model":
         del saved["reward"]["expert_bias_update"]
         assert typed_config(migrated(saved)) == config

@@ -159,11 +159,7 @@ def migrated(tree: Mapping[str, Any]) -> dict[str, Any]:
         result.setdefault("agent", copy.deepcopy(_NO_AGENT))
     _record_no_rows(result)
 
-    # Only runs that wrote checkpoints on the way saved their last step.
-    run = result.get("run")
-    if isinstance(run, dict):
-        run.setdefault("save_at_end", bool(run.get("checkpoint_every")))
-
+    _save_last(result.get("run"))
     _limit_results(result.get("agent"))
     _wait_for_services(result.get("reward"))
     _freeze_biases(result.get("reward"))
@@ -239,6 +235,12 @@ def _freeze_biases(reward: object) -> None:
     # Elsewhere the section has scores.
     if isinstance(reward, dict) and "optimizer" in reward:
         reward.setdefault("expert_bias_update", 0.0)
+
+
+def _save_last(run: object) -> None:
+    """Save the last step of a run only if it writes checkpoints on the way."""
+    if isinstance(run, dict):
+        run.setdefault("save_at_end", bool(run.get("checkpoint_every")))
 
 
 def _limit_results(agent: object) -> None:
