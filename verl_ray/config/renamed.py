@@ -126,16 +126,7 @@ def migrated(tree: Mapping[str, Any]) -> dict[str, Any]:
         if section is not None:
             section.setdefault(name, {})
 
-    for old_key, new_key in RENAMED.items():
-        old_section, old_name = _split(result, old_key)
-        if old_section is None or old_name not in old_section:
-            continue
-
-        value = old_section.pop(old_name)
-        new_section, current_name = _split(result, new_key)
-        if new_section is not None:
-            # The first of several old keys has set the value already.
-            new_section.setdefault(current_name, value)
+    _rename(result)
 
     # Only runs that sample held-out responses truncate their distribution.
     evaluation = result.get("evaluation")
@@ -235,6 +226,20 @@ def _freeze_biases(reward: object) -> None:
     # Elsewhere the section has scores.
     if isinstance(reward, dict) and "optimizer" in reward:
         reward.setdefault("expert_bias_update", 0.0)
+
+
+def _rename(tree: dict[str, Any]) -> None:
+    """Give the values of old keys to the keys that replace them."""
+    for old_key, new_key in RENAMED.items():
+        old_section, old_name = _split(tree, old_key)
+        if old_section is None or old_name not in old_section:
+            continue
+
+        value = old_section.pop(old_name)
+        new_section, current_name = _split(tree, new_key)
+        if new_section is not None:
+            # The first of several old keys has set the value already.
+            new_section.setdefault(current_name, value)
 
 
 def _save_last(run: object) -> None:
