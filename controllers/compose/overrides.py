@@ -398,7 +398,7 @@ def _unknown_backend_field(group: str, override: Override, prefix: str) -> Probl
         known |= dict.fromkeys(f"{prefix}{field}" for field in settings.model_fields)
     known.pop(f"{prefix}kind", None)
 
-    fix = DEVICE if name == "device" else did_you_mean(key, list(known), "key")
+    fix = DEVICE if key == f"{prefix}device" else did_you_mean(key, list(known), "key")
     return Problem(key, override.value(), "no such key", fix)
 
 

@@ -422,7 +422,8 @@ def test_a_run_that_an_earlier_version_began_goes_on_with_the_same_numbers(
 def test_a_supervised_run(cluster: Session, inputs: Inputs, tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     changes = ["run.total_steps=30", "run.evaluate_every=15", "sft.batch_size=16", "actor.optimizer.lr=5e-3",
-               "sft.max_tokens=16", "tracking.wandb.mode=offline", "tracking.rollouts=all"]  # fmt: skip
+               "sft.max_tokens=16", "tracking.wandb.mode=offline", "tracking.rollouts=all",
+               "run.save_at_end=false"]  # fmt: skip
     ended = command(
         cluster,
         "train",
