@@ -50,7 +50,7 @@ SHORTER = {
     "verl-ray train --config-name quickstart run.name=first": f"{FEW} {PREPARED} run.total_steps=2",
     "verl-ray train --config-name quickstart run.name=groups": f"{FEW} {MADE} {QUIET}",
     "verl-ray train --config-name quickstart": f"{FEW} {PREPARED} {QUIET}",
-    "verl-ray train --config-name ppo run.name=preferred": f"{FEW} {SHORT} {QUIET}",
+    "verl-ray train --config-name ppo run.name=rewarded": f"{FEW} {SHORT} {QUIET}",
     "verl-ray train --config-name ppo": f"{FEW} {QUIET} evaluation.num_prompts=5",
     "verl-ray train --config-name grpo": f"{FEW} {QUIET} evaluation.num_prompts=5",
     "verl-ray train --config-name reward_model": f"{QUIET} run.total_steps=2 run.evaluate_every=2",
@@ -309,7 +309,7 @@ def test_the_quickstart_leaves_what_the_readme_says(first_run: Path) -> None:
         .partition("\n## ")[0],
         re.M,
     )
-    assert len(listed) == 18
+    assert len(listed) == 19
     # Another command, other tasks and settings, and failures write these.
     for name in set(listed) - {"evaluated", "model", "faults.jsonl", "trace.json"}:
         assert (first_run / "outputs" / "first" / name).exists(), name
