@@ -254,7 +254,9 @@ def _largest(maxima: Mapping[str, float], side: str, other: str) -> float:
     # Not `> 0`, which would hide a NaN.
     if largest != 0:
         return largest
-    return 0.0 - 1 / maxima[f"{MISMATCH_PREFIX}inverse_{other}"]
+    inverse = maxima[f"{MISMATCH_PREFIX}inverse_{other}"]
+    # All are infinite where none has an inverse.
+    return 0.0 - 1 / inverse if inverse else -math.inf
 
 
 def _with_prefix(values: Mapping[str, float], prefix: str) -> dict[str, float]:

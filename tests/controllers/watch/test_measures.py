@@ -527,6 +527,10 @@ def test_the_mismatch_is_of_the_updates_that_are_given_and_the_correction_of_all
     # The smallest is 0.25, whose inverse is the largest.
     assert found["rollout_corr/log_ppl_diff_max"] == 0.5
     assert found["rollout_corr/log_ppl_diff_min"] == 0.25
+    # All of them infinite, and on one side.
+    endless = report(3, 0.5, math.inf)
+    found = update_measures.step_mismatch_metrics([endless.loss])
+    assert found["rollout_corr/log_ppl_diff_min"] == math.inf
     everything = update_measures.update_metrics("actor", [first, second])
     assert everything["rollout_corr/rollout_is_mean"] == pytest.approx(
         (1.5 + 0.1 + 3.6) / 8
