@@ -146,6 +146,7 @@ def test_a_frozen_reference_is_planned_and_checked(
         {key: tree["actor"][key] for key in ("model", "num_ranks", "backend")},
     )
     del tree["sft"], tree["evaluation"]
+    del tree["tracking"]["rollouts"], tree["tracking"]["rollouts_max_mb"]
     pairs = parse(tree | {"student": student, "reference": reference}, PairsConfig)
     planned = plan_processes(pairs, SHAPE)
     assert {name: (role.factory, role.processes) for name, role in planned.roles.items()} == {

@@ -164,7 +164,7 @@ def test_inputs_reach_their_window_and_are_made_once(
     config = quickstart(tmp_path, *window)
     prepare(config, cluster)
     *_, measured, ended = capsys.readouterr().out.splitlines()
-    reached = float(measured.rpartition(" ")[2])
+    reached = float(measured.partition("held-out ")[2].split()[0])
     assert ended.startswith("warm start: done after ")
     assert 0.05 <= reached <= 0.9
     assert (
