@@ -6,6 +6,7 @@ import copy
 import random
 import re
 from functools import cache
+from typing import Any
 
 import pytest
 from tokenizers import AddedToken
@@ -14,6 +15,7 @@ from transformers import PreTrainedTokenizerBase
 from tests.agents.templates import PRESERVING, tokenizer_with
 from verl_ray.agents.contract import Action, ToolCall
 from verl_ray.columns.stages import Finish
+from verl_ray.rollout.call_parser import GrowingReply
 from verl_ray.rollout.tool_calls import ActionReader
 
 # vLLM looks at the machine as it is imported.
@@ -221,6 +223,24 @@ def test_what_is_shown_of_a_growing_turn_is_what_it_begins_with(parser: str) -> 
             said = action.text.partition("So:")[0] if stop else action.text
             assert said.startswith(words), text
     assert num_shown > 20
+
+
+def test_a_parser_that_withholds_much_is_not_asked_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Each time it reads all that it withholds: 256 characters and the one behind."""
+    num_asked = 0
+
+    def add(reply: GrowingReply, piece: str, add: Any = GrowingReply.add) -> str:
+        nonlocal num_asked
+        num_asked += 1
+        return str(add(reply, piece))
+
+    monkeypatch.setattr(GrowingReply, "add", add)
+    tokens = vocabulary().encode("[" + "1," * 500, add_special_tokens=False)
+    turn = reader_of("pythonic").growing([], (ADD,), ())
+    assert not any(turn.add([token]) for token in tokens)
+    assert len(tokens) > 900 and 100 < num_asked <= 257
 
 
 @pytest.mark.parametrize("parser", CALLS)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import select
 import signal
@@ -34,6 +35,7 @@ from verl_ray.config.agent import AgentConfig
 from verl_ray.data.tokenizers import character_tokenizer, load_tokenizer
 from verl_ray.errors import CallRefused, ConfigError, EngineFailed, RolloutError
 from verl_ray.rollout import episodes as episodes_module
+from verl_ray.rollout import turns
 from verl_ray.rollout.episode_counts import EpisodeCounts
 from verl_ray.rollout.episode_stream import EpisodeRequest
 from verl_ray.rollout.episodes import EpisodePool, retry_wait_s
@@ -287,8 +289,56 @@ class Letters:
         return [("", str(token)) for token in tokens]
 
 
+def test_a_turn_is_told_now_and_then_and_sampled_where_it_cannot_be_read(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Every so often, however many chunks come; once, where that is never again."""
+    server = RolloutServer(
+        lambda: ScriptedEngine(lambda _: [(8, -1.0)] * 200, initial_version=0)
+    )
+    prompt = np.array([4], np.int32)
+    request = GenerationRequest(0, prompt, replace(SAMPLING, max_tokens=200), 1)
+    heard: list[str] = []
+    sizes: list[int] = []
+    said: list[str] = []
+
+    class Reader(Letters):
+        def __call__(self, tokens: Sequence[int], *_: Any) -> Action:
+            return Action(list(tokens), "", [], "length")
+
+        def growing(self, *_: Any) -> Letters:
+            return self
+
+        def add(self, tokens: Sequence[int]) -> list[tuple[str, str]]:
+            sizes.append(len(tokens))
+            return super().add(tokens)
+
+    class Raising(Reader):
+        def growing(self, *_: Any) -> Letters:
+            raise LookupError("no such tool")
+
+    def turn_of(reader: Reader) -> int:
+        heard.clear()
+        sizes.clear()
+        turn = turns.sampled_turn(
+            server, request, [], reader, None, lambda _, to: heard.append(to), said.append
+        )  # fmt: skip
+        return len(asyncio.run(turn).tokens)
+
+    try:
+        monkeypatch.setattr(turns, "_TELL_S", 0.0)
+        assert (turn_of(Reader()), len(heard)) == (200, 199)
+        monkeypatch.setattr(turns, "_TELL_S", 1e9)
+        assert (turn_of(Reader()), sizes) == (200, [len(heard)])
+        assert (turn_of(Raising()), heard) == (200, [])
+    finally:
+        server.close()
+    (why,) = said
+    assert why.endswith("its words cannot be read before (LookupError)")
+
+
 def test_an_episode_knows_its_terms_and_what_it_printed_is_kept(
-    start_pool: Callable[..., EpisodePool],
+    start_pool: Callable[..., EpisodePool], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also where it fails. A constraint reaches the engine, or is refused, and a turn
     that is heard comes by parts.
@@ -305,6 +355,7 @@ def test_an_episode_knows_its_terms_and_what_it_printed_is_kept(
             raise CallRefused("not this one", "tool_choice")
         return "letters"
 
+    monkeypatch.setattr(turns, "_TELL_S", 0.0)
     pool = start_pool("knowing", answers=answers, start={"policy_name": "mine"})
     pool._read.grammar = grammar
     pool._read.growing = lambda prompt, *_: Letters()

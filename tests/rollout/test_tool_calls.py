@@ -248,6 +248,21 @@ def test_a_turn_is_shown_as_far_as_it_is_certain(
         )  # fmt: skip
 
 
+@pytest.mark.parametrize("begun", ["", "<think>\n"])
+@pytest.mark.parametrize("piece", ["<", " "])
+def test_a_turn_that_holds_much_back_shows_nothing_more(piece: str, begun: str) -> None:
+    prompt = TOKENIZER.encode(f"Go. {begun}", add_special_tokens=False)
+    (token,) = TOKENIZER.encode(piece, add_special_tokens=False)
+    five, six = (
+        TOKENIZER.encode(word, add_special_tokens=False) for word in ("5", "6")
+    )
+    for count, rest in ((256, piece * 256 + "6"), (257, "")):
+        turn = ActionReader(TOKENIZER, "hermes").growing(prompt, [TOOL], ())
+        tokens = [*five, *[token] * count, *six]
+        parts = [part for each in tokens for part in turn.add([each])]
+        assert "".join(thought + said for thought, said in parts) == "5" + rest
+
+
 def test_a_record_that_turns_thoughts_off_has_none_to_close() -> None:
     """The template begins a thought, unless a record says otherwise."""
     tokenizer = tokenizer_with(

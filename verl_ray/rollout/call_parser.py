@@ -273,6 +273,11 @@ class GrowingReply:
         self._num_streamed = self._num_shown = 0
         self._is_over = False
 
+    @property
+    def num_held(self) -> int:
+        """Characters that are not shown."""
+        return len(self._text) - self._num_shown
+
     def add(self, piece: str) -> str:
         """Add a piece of the text; return further words."""
         if self._is_over:

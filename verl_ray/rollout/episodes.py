@@ -518,6 +518,7 @@ class EpisodePool:
                 self._read,
                 fields["constraint"],
                 tell if fields["is_heard"] else None,
+                self.say,
             )
         except EngineFailed:
             raise

@@ -3,7 +3,8 @@
 Invariant: what is shown once is what the whole turn will be read as, up to there, as
 far as that is known. What may become a mark of thoughts, the name of a special token, a
 call of a tool or a text to stop at is held back, and so is white space that may be left
-out in the end. Two things that come late can still change what was shown: the end of a
+out in the end; where that becomes much, the rest is shown with the whole turn. Two
+things that come late can still change what was shown: the end of a
 thought that nothing has begun, and words that vLLM's parser streams before it reads
 them as a call.
 """
@@ -18,6 +19,14 @@ from verl_ray.rollout.texts import Beginnings, GrowingText
 
 if TYPE_CHECKING:
     from verl_ray.rollout.call_parser import GrowingReply
+
+
+_MOST_HELD = 256
+"""Characters held back with which a turn shows nothing more.
+
+What is held back is looked at again with every further part, on an event loop that all
+turns share: without an end, a run of `<` would cost the square of its length.
+"""
 
 
 class Marks(NamedTuple):
@@ -71,6 +80,7 @@ class GrowingTurn:
         # A parser of calls may leave white space out in front of one.
         trims_end = reply is not None
         self._words = _Shown(names, stop, trims_start=False, trims_end=trims_end)
+        self._is_over = False
 
     def add(self, tokens: Sequence[int]) -> list[tuple[str, str]]:
         """Add tokens that are not the last ones.
@@ -78,6 +88,8 @@ class GrowingTurn:
         Returns:
             Further thoughts, and further words behind them, in turn.
         """
+        if self._is_over:
+            return []
         _, piece = self._text.add(tokens, last=False)
         further = []
         for is_thought, part in self._division.add(piece):
@@ -87,7 +99,15 @@ class GrowingTurn:
                 # A thought is whole before the words behind it.
                 words = self._words.add(self._said(part))
                 further.append((self._thoughts.end(), words))
+        self._is_over = self._num_held > _MOST_HELD
         return [each for each in further if any(each)]
+
+    @property
+    def _num_held(self) -> int:
+        """Characters that are held back."""
+        reply = 0 if self._reply is None else self._reply.num_held
+        shown = self._thoughts.num_held + self._words.num_held
+        return self._division.num_held + len(self._margin or "") + reply + shown
 
     def _said(self, part: str) -> str:
         """Return what is certainly said of a further part of the reply."""
@@ -129,6 +149,11 @@ class _Division:
                 places: Beginnings(places)
                 for places in ((marks.start,), (marks.end,), tuple(marks))
             }
+
+    @property
+    def num_held(self) -> int:
+        """Characters that may become a mark."""
+        return len(self._rest)
 
     def add(self, piece: str) -> Iterator[tuple[bool, str]]:
         """Add a piece; yield further parts, and whether each is of a thought."""
@@ -208,6 +233,11 @@ class _Shown:
         self._held = self._space = self._late = ""
         self._is_over = False
 
+    @property
+    def num_held(self) -> int:
+        """Characters that are not certain."""
+        return len(self._held) + len(self._space) + len(self._late)
+
     def add(self, piece: str) -> str:
         """Add a piece; return what is certain now."""
         if not piece or self._is_over:
@@ -217,7 +247,7 @@ class _Shown:
         while self._names.pattern.search(text):
             text = self._names.pattern.sub("", text)
         end = len(text)
-        while held := self._names.beginnings.length_in(text[:end]):
+        while held := self._names.beginnings.length_in(text, end):
             end -= held
         self._held = text[end:]
         return self._until_stop(self._trimmed(text[:end]))

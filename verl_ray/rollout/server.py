@@ -553,7 +553,11 @@ class RolloutServer:
         try:
             await asyncio.wrap_future(self._submit(caller))
             while caller.pending:
-                yield caller.take(await replies.get())
+                chunks = caller.take(await replies.get())
+                # Whoever comes late takes together what is there.
+                while caller.pending and not replies.empty():
+                    chunks += caller.take(replies.get_nowait())
+                yield chunks
         finally:
             self._abandon(caller)
 

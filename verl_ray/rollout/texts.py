@@ -151,7 +151,12 @@ class Beginnings:
         self._all = {text[:n] for text in texts for n in range(1, len(text))}
         self._longest = max(map(len, self._all), default=0)
 
-    def length_in(self, text: str) -> int:
-        """Return how many characters at the end of a text may begin one of these."""
-        most = min(len(text), self._longest)
-        return next((n for n in range(most, 0, -1) if text[-n:] in self._all), 0)
+    def length_in(self, text: str, end: int | None = None) -> int:
+        """Return how many characters at the end of a text may begin one of these.
+
+        Args:
+            end: Where the text ends; None for all of it.
+        """
+        end = len(text) if end is None else end
+        lengths = range(min(end, self._longest), 0, -1)
+        return next((n for n in lengths if text[end - n : end] in self._all), 0)

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, Protocol, runtime_checkable
 
@@ -27,6 +28,13 @@ from verl_ray.agents.contract import (
 from verl_ray.columns.stages import Finish
 from verl_ray.rollout.requests import Chunk, GenerationRequest
 from verl_ray.rollout.server import RolloutServer
+
+_TELL_S = 0.03
+"""Least seconds between two parts of a turn that is heard.
+
+A part costs about as much for many tokens as for one, on an event loop that all turns
+of a replica share, and nobody reads faster.
+"""
 
 ReadAction = Callable[[Sequence[int], Finish, Sequence[Any]], Action]
 """Makes an action of sampled tokens, why they end, and the tools that may be called."""
@@ -80,6 +88,7 @@ async def sampled_turn(
     read: ReadAction,
     constraint: Constraint | None = None,
     listener: Listener | None = None,
+    say: Callable[[str], None] = lambda _: None,
 ) -> Sampled:
     """Return the turn of a request that does not stream.
 
@@ -87,6 +96,7 @@ async def sampled_turn(
         constraint: What the turn has to be; None for anything.
         listener: Is told the turn while it is being sampled, where `read` can. The
             tokens are the same.
+        say: Takes a sentence on why a listener is told nothing more before the end.
 
     Raises:
         EpisodeEnded: The request was aborted.
@@ -100,9 +110,8 @@ async def sampled_turn(
         grammar = await asyncio.to_thread(read.grammar, constraint, tools, prompt)
         request = replace(request, sampling=replace(request.sampling, grammar=grammar))
     if listener is not None and isinstance(read, ReadsGrowing):
-        prompt = request.tokens.tolist()
-        growing = read.growing(prompt, tools, request.sampling.stop)
-        chunk = await _heard(server, request, growing, listener)
+        telling = _Telling(read, request, tools, listener, say)
+        chunk = await _heard(server, request, telling)
     else:
         chunks: list[Chunk] = []
         async for more in server.respond_async([request]):
@@ -127,10 +136,7 @@ async def sampled_turn(
 
 
 async def _heard(
-    server: RolloutServer,
-    request: GenerationRequest,
-    growing: Growing,
-    listener: Listener,
+    server: RolloutServer, request: GenerationRequest, telling: _Telling
 ) -> Chunk:
     """Return the whole response to a request, which is told while it is sampled."""
     chunks: list[Chunk] = []
@@ -139,10 +145,57 @@ async def _heard(
         async for more in stream:
             chunks += more
             # The last part is told with the whole.
-            for chunk in (each for each in more if each.finish is None):
-                for thoughts, words in growing.add(chunk.tokens.tolist()):
-                    listener(thoughts, words)
+            telling.add([each for each in more if each.finish is None])
     return _joined(chunks)
+
+
+class _Telling:
+    """Tells a listener a turn while it is sampled, a part every `_TELL_S`.
+
+    A turn that cannot be read before its end is sampled all the same.
+    """
+
+    def __init__(
+        self,
+        read: ReadsGrowing,
+        request: GenerationRequest,
+        tools: Sequence[Any],
+        listener: Listener,
+        say: Callable[[str], None],
+    ) -> None:
+        self._listener = listener
+        self._say = say
+        self._untold: list[Chunk] = []
+        self._next_s = -math.inf
+        self._growing: Growing | None = None
+        with self._guarded():
+            prompt = request.tokens.tolist()
+            self._growing = read.growing(prompt, tools, request.sampling.stop)
+
+    def add(self, chunks: Sequence[Chunk]) -> None:
+        """Add chunks; tell them and those before once it is time."""
+        now_s = asyncio.get_running_loop().time()
+        self._untold += chunks
+        if self._growing is None or not self._untold or now_s < self._next_s:
+            return
+        self._next_s = now_s + _TELL_S
+        tokens = [token for each in self._untold for token in each.tokens.tolist()]
+        self._untold.clear()
+        parts: Sequence[tuple[str, str]] = ()
+        with self._guarded():
+            parts = self._growing.add(tokens)
+        for thoughts, words in parts:
+            self._listener(thoughts, words)
+
+    @contextlib.contextmanager
+    def _guarded(self) -> Iterator[None]:
+        try:
+            yield
+        # Parsers raise what they like, also about tools.
+        except Exception as error:
+            self._growing = None
+            why = f"its words cannot be read before ({type(error).__name__})"
+            self._say(f"a streamed turn of an agent is sent once it is whole: {why}")
 
 
 def _joined(chunks: Sequence[Chunk]) -> Chunk:
