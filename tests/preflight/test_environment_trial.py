@@ -434,29 +434,42 @@ def test_an_environment_that_is_stuck_is_killed(
 
 
 @pytest.mark.slow
-def test_an_agent_that_waits_for_itself_is_named_while_it_does(
+@pytest.mark.parametrize("lets_go", [False, True])
+def test_an_agent_is_named_while_it_holds_the_loop(
     tmp_path: Path,
     model: Path,
     monkeypatch: pytest.MonkeyPatch,
     capfd: pytest.CaptureFixture[str],
+    *,
+    lets_go: bool,
 ) -> None:
+    """It waits for itself, or imports for long, and is stuck elsewhere then."""
     monkeypatch.setattr(environment_trial, "DEADLINE_S", 30.0)
     agent = tmp_path / "agent.py"
-    agent.write_text(
-        "import openai\n"
+    text = (
+        "import asyncio, openai, sys\n"
         "async def run(task, base_url, api_key):\n"
         "    client = openai.OpenAI(base_url=base_url, api_key=api_key)\n"
         "    client.chat.completions.create(model='m', messages=task.messages)\n"
     )
+    if lets_go:
+        (tmp_path / "long_import.py").write_text("import time\ntime.sleep(8)\n")
+        own = f"sys.path.insert(0, {str(tmp_path)!r}); import long_import"
+        lines = text.splitlines()
+        text = "\n".join([*lines[:2], f"    {own}", "    await asyncio.sleep(1000)"])
+    agent.write_text(text)
     named = f"agent.environments.default={agent}:run"
     (problem,) = tried(tmp_path, model, {"default": "Echo"}, named).problems
     place = f"{agent}, line 4, in run"
-    assert problem.rule == (
-        "its process took longer than 30 s, in an episode in which"
-        f" {place} holds the event loop"
-    )
-    err = capfd.readouterr().err
-    assert f"warning: {place} holds the event loop, and nothing goes on. Ask by" in err
+    where = f"an episode in which {place} holds the event loop"
+    remedy = "Ask by AsyncOpenAI"
+    if lets_go:
+        place = f"{tmp_path}/long_import.py, line 2, in <module>"
+        where = "the episode of the record's own answer"
+        remedy = "Import at the top of the file"
+    assert problem.rule == f"its process took longer than 30 s, in {where}"
+    warning = f"warning: {place} holds the event loop, and nothing goes on. {remedy}"
+    assert warning in capfd.readouterr().err
 
 
 def test_check_names_an_environment_that_is_not_there(

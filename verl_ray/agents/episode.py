@@ -99,9 +99,8 @@ async def run_episode(
     clock = clock or Clock()
     renderer = renderer.of_record(task.template_arguments)
     policy = EpisodePolicy(seed, sampler, renderer, limits, clock, terms, tell)
-    deadline_s = clock.now() + limits.episode_s
     environment_seed = seed if environment_seed is None else environment_seed
-    course = _Course(task, environment_seed, policy, limits, clock, deadline_s)
+    course = _Course(task, environment_seed, policy, limits, clock)
     try:
         if inspect.iscoroutinefunction(environment):
             ending = await course.settled(course.run(environment))
@@ -150,8 +149,6 @@ class _Course:
     policy: EpisodePolicy
     limits: Limits
     clock: Clock
-    deadline: float
-    """When the episode ends at the latest, by its clock."""
 
     async def settled(self, course: Awaitable[End]) -> _Ending:
         """Return how a course ended, also if by an exception."""
@@ -175,7 +172,7 @@ class _Course:
 
     async def run(self, run: Run) -> End:
         """Run a coroutine function, and pay what it returns."""
-        episode = (self.deadline, End.EPISODE_TIMEOUT)
+        episode = (self.policy.deadline_s, End.EPISODE_TIMEOUT)
         result = await self._within(lambda: run(self.task, self.policy), episode)
         self.policy.pay(number_of(result, "the coroutine returned"))
         return self.policy.end or self.policy.cut or End.COMPLETED
@@ -204,7 +201,7 @@ class _Course:
     async def _act(self, environment: Environment) -> End:
         """Let the policy and an environment act in turn."""
         policy = self.policy
-        episode = (self.deadline, End.EPISODE_TIMEOUT)
+        episode = (self.policy.deadline_s, End.EPISODE_TIMEOUT)
         first_call = (self.clock.now() + self.limits.tool_s, End.TOOL_TIMEOUT)
         observation = await self._within(
             lambda: environment.reset(self.task, self.seed), first_call, episode
@@ -243,7 +240,7 @@ class _Course:
         """Let the policy act, as `before` asks it to, and the environment answer."""
         limits = self.limits
         now = self.clock.now
-        episode = (self.deadline, End.EPISODE_TIMEOUT)
+        episode = (self.policy.deadline_s, End.EPISODE_TIMEOUT)
         turn = (now() + limits.turn_s, End.TURN_TIMEOUT)
         action = await self._within(
             lambda: self.policy.respond(
@@ -262,7 +259,7 @@ class _Course:
     async def _finish(self, environment: Any, end: End) -> End:
         """Pay what an environment says that its state is worth at a limit."""
         call = (self.clock.now() + self.limits.tool_s, End.TOOL_TIMEOUT)
-        episode = (self.deadline, End.EPISODE_TIMEOUT)
+        episode = (self.policy.deadline_s, End.EPISODE_TIMEOUT)
         reward = await self._within(lambda: environment.finish(end), call, episode)
         self.policy.pay(number_of(reward, "finish returned"))
         return end

@@ -29,6 +29,9 @@ AGENT_REMEDY = (
     "Ask by AsyncOpenAI or AsyncAnthropic, await what takes long, or run the agent as a"
     " command"
 )
+IMPORT_REMEDY = (
+    "Import at the top of the file what is imported here, which is before any episode"
+)
 
 remedy: ContextVar[str] = ContextVar("remedy", default=METHOD_REMEDY)
 """What to do about code of the current task that holds the event loop."""
@@ -216,6 +219,8 @@ def users_place(frame: FrameType, remedy: str = METHOD_REMEDY) -> CodePlace | No
     each: FrameType | None = frame
     while each is not None:
         path = each.f_code.co_filename
+        if path.startswith("<frozen importlib") or each.f_code.co_name == "<module>":
+            remedy = IMPORT_REMEDY
         is_ours = path.startswith(_PACKAGE) and not path.startswith(_ENVIRONMENTS)
         if is_ours:
             if library is None or not path.startswith(_CALLERS):

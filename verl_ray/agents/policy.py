@@ -160,8 +160,6 @@ class EpisodePolicy:
         self.num_tool_calls = 0
         self.end: End | None = None
         """Why no further turn is sampled; None while one may be."""
-        self.cut: End | None = None
-        """The limit that cut the last turn; None if it was not cut."""
         self.overflow = ""
         """Why the episode's first prompt has no place for a turn; empty if it has."""
         self.failure: Exception | None = None
@@ -174,6 +172,8 @@ class EpisodePolicy:
         self._sampler = sampler
         self.limits = limits
         self.clock = clock
+        self.deadline_s = clock.now() + limits.episode_s
+        """When the episode ends at the latest, by its clock."""
         self._num_tokens = 0
         self._num_refusals = 0
         self._turn = asyncio.Lock()
@@ -189,6 +189,8 @@ class EpisodePolicy:
         self._places: dict[SampledTurn, tuple[int, Branch]] = {}
         self._last_turns: list[SampledTurn] = []
         """The turn that ends each conversation."""
+        self._cuts: dict[SampledTurn, End] = {}
+        """The limit that cut each turn that was cut by one."""
 
     @property
     def num_turns(self) -> int:
@@ -205,6 +207,12 @@ class EpisodePolicy:
         """The turn that is paid and graded; None where there is none."""
         turns = self.transcript.turns
         return self._last or (turns[-1] if turns else None)
+
+    @property
+    def cut(self) -> End | None:
+        """The limit that cut the last turn; None if it was not cut."""
+        turn = self.last_turn
+        return None if turn is None else self._cuts.get(turn)
 
     @property
     def response(self) -> str:
@@ -251,11 +259,11 @@ class EpisodePolicy:
             sampled = await self._sample(prompt, tools, bound, stop, seed)
             # The episode may have ended meanwhile; its rows do not change any more.
             self._require_open()
-            self._record(prompt, sampled, bound)
+            turn = self._record(prompt, sampled, bound)
             action = sampled.action
-            self._keep(messages, self.transcript.turns[-1])
-            is_cut = action.finish == "length" and bound == most
-            self.cut = limit if is_cut else None
+            self._keep(messages, turn)
+            if action.finish == "length" and bound == most:
+                self._cuts[turn] = limit
             self._count_calls(action)
             return action
 
@@ -315,8 +323,8 @@ class EpisodePolicy:
             self._num_events += 1
             self._places[turn] = (self._num_events, branch)
             self._keep(messages, turn)
-            is_cut = sampled.action.finish == "length" and bound == most
-            self.cut = limit if is_cut else None
+            if sampled.action.finish == "length" and bound == most:
+                self._cuts[turn] = limit
             self._count_calls(sampled.action)
             return turn, len(prompt.tokens)
 
@@ -345,7 +353,8 @@ class EpisodePolicy:
 
         Turns of calls of which none overlapped stay in the order of time. That of
         others is chance, so they are ordered by what they answer, and of alternatives
-        the first stands last; but what the last call has answered stays behind them.
+        the first stands last; but what the last call has answered stays behind them,
+        unless nobody has received it.
 
         Args:
             unread: Turns that nobody has received. None of them is the last one, which
@@ -356,7 +365,8 @@ class EpisodePolicy:
 
         def place(turn: SampledTurn) -> tuple[bool, int, bytes, int, str]:
             ended, (depth, digest, number, terms) = self._places[turn]
-            return (ended > self._last_call, depth, digest, -number, terms)
+            is_last = ended > self._last_call and turn not in unread
+            return (is_last, depth, digest, -number, terms)
 
         if self._has_parallel:
             turns.sort(key=place)

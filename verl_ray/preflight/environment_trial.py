@@ -25,6 +25,7 @@ from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from importlib.metadata import entry_points
 from pathlib import Path
+from threading import Thread
 from typing import TYPE_CHECKING, Any
 
 from verl_ray.agents.contract import (
@@ -41,6 +42,7 @@ from verl_ray.agents.episode import (
 from verl_ray.agents.gateway.launch import Agent, AgentCommand
 from verl_ray.agents.loop_watch import (
     AGENT_REMEDY,
+    LONG_S,
     METHOD_REMEDY,
     CodePlace,
     LoopWatch,
@@ -608,7 +610,8 @@ def _tried(request: dict[str, Any], tell: Tell) -> dict[str, Any]:
     openings: list[Sequence[int]] = []
     tools: list[str] = []
     for script in (OWN_ANSWER, NOTHING):
-        tell(f"the episode of {script}", {})
+        stage = f"the episode of {script}"
+        tell(stage, {})
         texts = _texts(script, task, tokenizer, has_tools=bool(tools))
         sampler = ScriptedSampler(
             tokenizer, texts, repeats=True, end=turn_end(renderer), read=_read
@@ -617,7 +620,7 @@ def _tried(request: dict[str, Any], tell: Tell) -> dict[str, Any]:
         course = run_episode(
             environment, task, seed, sampler, renderer, start.limits, terms=terms
         )
-        episode = asyncio.run(_watched(course, held, tell))
+        episode = asyncio.run(_watched(course, held, stage, tell))
         openings += [call.tokens for call in sampler.calls[:1]]
         offered = sampler.calls[0].tools if sampler.calls else ()
         tools = [tool["function"]["name"] for tool in offered]
@@ -649,20 +652,28 @@ def _payer(loaded: object) -> str:
 
 
 async def _watched(
-    course: Coroutine[Any, Any, Episode], held: dict[str, list[float]], tell: Tell
+    course: Coroutine[Any, Any, Episode],
+    held: dict[str, list[float]],
+    stage: str,
+    tell: Tell,
 ) -> Episode:
     """Run an episode; add the seconds for which functions hold its event loop.
 
-    One that may hold it for good is named at once, and is the last that is told.
+    One that may hold it for good is named at once, and is the last that is told, unless
+    it lets go: then the stage is.
     """
 
     def note(place: CodePlace, seconds: float) -> None:
         held.setdefault(f"{place.function} ({place.path})", []).append(seconds)
+        if seconds >= LONG_S:
+            tell(stage, {})
 
     def name(place: CodePlace) -> None:
         text = f"{place} holds the event loop, and nothing goes on. {place.remedy}"
-        print(f"warning: {text}", file=sys.stderr, flush=True)
         tell(f"an episode in which {place} holds the event loop", {})
+        # The step ends no earlier than this does, and nobody may read what is printed.
+        warn = partial(print, f"warning: {text}", file=sys.stderr, flush=True)
+        Thread(target=warn, daemon=True).start()
 
     LoopWatch(_SLOW_S, note, while_held=name)
     return await asyncio.create_task(course)

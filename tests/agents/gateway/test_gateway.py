@@ -451,36 +451,97 @@ def test_a_stream_that_breaks_off_begins_again_from_the_record() -> None:
     assert (episode.num_turns, telling.times, episode.metrics) == (1, 1, {})
 
 
-def test_words_that_a_turn_does_not_begin_with_are_told_and_counted() -> None:
+async def _echoes_chat(door: Door) -> None:
+    client = chat(door)
+    options: Any = {"model": "m", "tools": [ADD]}
+    messages = [*STREAMED["messages"]]
+    async with client.chat.completions.stream(messages=messages, **options) as events:
+        said = (await events.get_final_completion()).choices[0].message
+    assert said.content == "Neither"
+    messages.append(said.model_dump(exclude_none=True))
+    for call in said.tool_calls or ():
+        result = {"role": "tool", "tool_call_id": call.id, "content": "3"}
+        messages.append(result)
+    await client.chat.completions.create(messages=messages, **options)
+
+
+async def _echoes_items(door: Door) -> None:
+    """As agents do that leave out the ids of what they keep."""
+    client = chat(door)
+    tool: Any = {"type": "function", "strict": False, **ADD["function"]}
+    options: Any = {"model": "m", "tools": [tool]}
+    items: list[Any] = [*STREAMED["messages"]]
+    async with client.responses.stream(input=items, **options) as events:
+        said = await events.get_final_response()
+    assert said.output_text == "Neither"
+    items += [
+        item.model_dump(exclude_none=True, exclude={"id"}) for item in said.output
+    ]
+    items += [
+        {"type": "function_call_output", "call_id": item.call_id, "output": "3"}
+        for item in said.output
+        if item.type == "function_call"
+    ]
+    await client.responses.create(input=items, **options)
+
+
+@pytest.mark.parametrize("agent", [_echoes_chat, _echoes_items])
+def test_words_that_a_turn_does_not_begin_with_are_told_and_counted(
+    agent: Callable[[Door], Awaitable[None]],
+) -> None:
     """And who repeats them still has the tokens that were sampled."""
 
-    async def agent(door: Door) -> None:
-        client = chat(door)
-        options: Any = {"model": "m", "tools": [ADD]}
-        messages = [*STREAMED["messages"]]
-        async with client.chat.completions.stream(
-            messages=messages, **options
-        ) as events:
-            said = (await events.get_final_completion()).choices[0].message
-        assert said.content == "Neither"
-        messages.append(said.model_dump(exclude_none=True))
-        for call in said.tool_calls or ():
-            result = {"role": "tool", "tool_call_id": call.id, "content": "3"}
-            messages.append(result)
-        await client.chat.completions.create(messages=messages, **options)
-
     async def told(listener: Listener) -> None:
-        listener("I add.", "Nei")
-        # Its client has this before the turn is whole.
+        listener("", "Nei")
+        # Its client has this before the turn is whole, and before its thoughts.
         await asyncio.sleep(0.2)
-        listener("", "ther")
+        listener("I ", "ther")
 
     texts: list[str] = []
     episode, _ = play(agent, sums, told=told, tell=texts.append)
+    assert episode.detail == ""
     ((_, learned),) = words(episode)
     assert learned == sums("", 0) + "<|im_end|>It is 3. é<|im_end|>"
     assert episode.metrics == {"broken_streams": 1.0}
     assert len(texts) == 1 and "agent.tool_parser" in texts[0]
+
+
+def test_a_turn_whose_stream_was_left_is_a_row_whenever_it_ends() -> None:
+    """It is cut, and ends before the agent's next turn is requested, or long after."""
+
+    def text(prompt: str, _: int) -> str:
+        return "ok" if "result" in prompt else "<a>1</a>" + "x" * 5000
+
+    def left(*, ends_early: bool) -> Episode:
+        telling = Telling(("", "<a>"), ("", "1"))
+
+        async def agent(door: Door) -> float:
+            client = chat(door)
+            messages: list[Any] = [{"role": "user", "content": "Q"}]
+            options: Any = {"model": "m", "messages": messages}
+            stream = await client.chat.completions.create(stream=True, **options)
+            async for chunk in stream:
+                if chunk.choices[0].delta.content:
+                    break
+            await stream.close()
+            if ends_early:
+                telling.was_seen.set()
+                await asyncio.sleep(0.2)
+            messages += [
+                {"role": "assistant", "content": "<a>1</a>"},
+                {"role": "user", "content": "result"},
+            ]
+            await client.chat.completions.create(**options)
+            asyncio.get_running_loop().call_later(0.3, telling.was_seen.set)
+            return 1.0
+
+        return play(agent, text, told=telling)[0]
+
+    episode = left(ends_early=True)
+    assert (episode.end, episode.num_turns) == (End.COMPLETED, 2)
+    assert episode.metrics == {"unread_turns": 1.0} and episode.response == "ok"
+    assert [sum(pay for _, pay in row.rewards) for row in episode.rows] == [0.0, 1.0]
+    assert left(ends_early=False) == episode
 
 
 def test_a_stream_ends_with_its_episode() -> None:
@@ -753,9 +814,25 @@ def test_an_agent_that_says_nothing_is_stopped() -> None:
         await chat(door).chat.completions.create(model="m", messages=TASK.messages)  # type: ignore[arg-type]
         await asyncio.Event().wait()
 
-    bounds = Limits(max_turns=9, context_tokens=4000, turn_s=0.3, close_s=2.0)
-    episode, _ = play(agent, bounds=bounds, delay_s=lambda _: 0.5)
-    assert (episode.end, episode.num_turns) == (End.TURN_TIMEOUT, 1)
+    async def reads_nothing(door: Door) -> None:
+        _, writer = await asyncio.open_connection(*place_of(door))
+        writer.transport.pause_reading()  # type: ignore[attr-defined]
+        body = json.dumps({"model": "m", "stream": True, "messages": TASK.messages})
+        head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nx-api-key: {door.api_key}"
+        writer.write(f"{head}\r\nContent-Length: {len(body)}\r\n\r\n{body}".encode())
+        await asyncio.Event().wait()
+
+    async def told(listener: Listener) -> None:
+        # More than sockets hold.
+        listener("", "x" * 2**24)
+
+    bounds = Limits(
+        max_turns=9, context_tokens=4000, turn_s=0.3, episode_s=20.0, close_s=2.0
+    )
+    for each in (agent, reads_nothing):
+        episode, _ = play(each, bounds=bounds, delay_s=lambda _: 0.5, told=told)
+        assert (episode.end, episode.num_turns) == (End.TURN_TIMEOUT, 1)
+    assert episode.metrics == {"broken_streams": 1.0, "unread_turns": 1.0}
 
 
 def test_a_reward_is_posted_once() -> None:
@@ -808,8 +885,14 @@ def test_the_run_decides_how_turns_are_sampled(trains: bool) -> None:
     episode, _ = play(agent, terms=terms, tell=texts.append)
     assert episode.metrics == {"other_sampling": 2.0, "without_effect": 2.0}
     keys = "rollout.top_p" if trains else "evaluation.top_p"
-    assert len(texts) == 4 and "seed, temperature;" in texts[0] and keys in texts[0]
-    assert texts[3].startswith("an agent asks for tools.function.strict; they have no")
+    # Each name has a text of its own, which the run says once.
+    names = [
+        text.removeprefix("an agent asks for ").partition(";")[0] for text in texts
+    ]
+    assert names == [
+        "seed", "temperature", "temperature", "reasoning_effort", "tools.function.strict"
+    ]  # fmt: skip
+    assert keys in texts[0] and len({*texts}) == 4
 
 
 async def together(

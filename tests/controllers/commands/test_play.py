@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -130,10 +131,13 @@ def test_an_agent_that_waits_for_itself_is_named_while_it_does(tmp_path: Path) -
         [sys.executable, "-m", "controllers", "play", "--agent", f"{agent}:run", "--prompt", "3"],
         cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
     )  # fmt: skip
+    late = threading.Timer(280, playing.kill)
+    late.start()
     try:
         assert playing.stdout is not None
         line = playing.stdout.readline()
     finally:
+        late.cancel()
         playing.kill()
         playing.communicate()
     assert line.startswith(f"--- {agent}, line 4, in run holds the event loop, and")

@@ -7,7 +7,8 @@ Thoughts are items of the type reasoning, with their text in `content`; usage do
 count their tokens apart. How much the policy thinks or says is its own: `reasoning`,
 `text.verbosity`, and a tool's `strict`, which agents send by default, are accepted and
 noted as `unheeded`. `store` has no effect: an episode knows the ids of its own answers
-in any case.
+in any case. A stream leaves out thoughts that follow words: agents repeat its items
+without their ids, and then such thoughts would begin another turn.
 """
 
 from __future__ import annotations
@@ -295,6 +296,10 @@ class _ResponseStream(BlockStream):
         """Yield the events in front of the turn."""
         yield self._event("created", response=self._started)
         yield self._event("in_progress", response=self._started)
+
+    def _part(self, number: int, kind: Kind, text: str) -> Iterator[Event]:
+        if (self._kind, kind) != ("content", "reasoning"):
+            yield from super()._part(number, kind, text)
 
     def _open(self, kind: Kind) -> Iterator[Event]:
         item = self._made(_item(kind, "", "in_progress"))

@@ -1,8 +1,9 @@
 """The session of an agent: what its requests ask of the policy, and how it ends.
 
 Invariant: a request is sampled once. One that comes again, since its client waited no
-longer or lost the answer, is answered from the record. Nothing is sampled for an agent
-whose episode is over.
+longer or lost the answer, is answered from the record. Nothing is requested of the
+policy for an agent whose episode is over. What it requested before is sampled to its
+end if the agent has ended by itself, so that chance does not decide which are rows.
 """
 
 from __future__ import annotations
@@ -43,6 +44,9 @@ HIDDEN = "(the key of the episode)"
 _AFTER_END_S = 10.0
 """Seconds that an agent may take once it was told that its episode is over."""
 
+_REST_S = 1.0
+"""Seconds before the end of an episode that are left to count the agent's score."""
+
 _LOOK_S = 1.0
 """How often it is asked whether an agent is silent for too long."""
 
@@ -67,6 +71,11 @@ class Answer:
     turns: list[SampledTurn]
     was_delivered: bool = False
     num_waiting: int = 0
+
+    def forget_parts(self) -> None:
+        """Forget the parts of an answer that is whole, and that nobody receives."""
+        if self.reply.done() and not self.num_waiting:
+            self.growth.parts.clear()
 
 
 @dataclass(frozen=True)
@@ -104,7 +113,6 @@ class AgentSession:
     """Answers to each request, the oldest first."""
     _links: dict[str, _Link] = field(default_factory=dict)
     _has_ended: bool = False
-    _num_waiting: int = 0
     _silent_since_s: float = 0.0
     _num_broken: int = 0
     _num_noted: Counter[str] = field(default_factory=Counter)
@@ -140,19 +148,20 @@ class AgentSession:
             answers.append(answer)
             made = answer
 
-            def forget_refusal(task: asyncio.Task[CallReply]) -> None:
+            def end(task: asyncio.Task[CallReply]) -> None:
+                self._silent_since_s = self.policy.clock.now()
+                made.forget_parts()
                 # Whatever was refused may be asked again.
                 if task.cancelled() or task.exception() is not None:
                     answers.remove(made)
 
-            reply.add_done_callback(forget_refusal)
+            reply.add_done_callback(end)
         answer.num_waiting += 1
-        self._num_waiting += 1
         try:
             yield answer
         finally:
             answer.num_waiting -= 1
-            self._num_waiting -= 1
+            answer.forget_parts()
             self._silent_since_s = self.policy.clock.now()
 
     def _begun(self) -> CallReply:
@@ -296,7 +305,7 @@ class AgentSession:
         keys = ", ".join(f"{section}.{name}" for name in own)
         rule = f"the run's own sampling and seeds hold ({keys})"
         self._note("other_sampling", others, rule)
-        rule = "they have no effect: how a model thinks and writes is the policy's own"
+        rule = "it has no effect: how a model thinks and writes is the policy's own"
         self._note("without_effect", call.unheeded, rule)
 
     def _note(self, metric: str, names: Collection[str], rule: str) -> None:
@@ -305,10 +314,12 @@ class AgentSession:
             return
         self._num_noted[metric] += 1
         self.policy.record(**{metric: float(self._num_noted[metric])})
-        self.policy.tell(
-            f"an agent asks for {', '.join(sorted(names))}; {rule}, and"
-            f" episode/world/{metric} counts such requests"
-        )
+        # A text for each name, as each text is said once, and only so many are.
+        for name in sorted(names):
+            self.policy.tell(
+                f"an agent asks for {name}; {rule}, and episode/world/{metric} counts"
+                " such requests"
+            )
 
     def _choice(self, call: ModelCall, sampled: Sampled) -> CallChoice:
         texts: list[str] = []
@@ -393,6 +404,8 @@ class AgentSession:
         try:
             await self._end_of(running)
             number = self._number(running)
+            if running.done():
+                await self._end_of_turns()
             self._has_ended = True
         except AgentFailed as failure:
             self._has_ended = True
@@ -430,10 +443,30 @@ class AgentSession:
                 return
             await asyncio.wait({running}, timeout=min(left_s, 0.1))
 
+    async def _end_of_turns(self) -> None:
+        """Wait for what an agent has requested that has ended meanwhile.
+
+        It may have left a stream as soon as that said what to do.
+        """
+        self.is_over = True
+        replies = [answer.reply for answer in self._all_answers()]
+        if replies:
+            until_s = self.policy.deadline_s - _REST_S
+            ends = asyncio.gather(*replies, return_exceptions=True)
+            await self.policy.clock.wait(ends, until_s)
+
+    def _all_answers(self) -> list[Answer]:
+        return [each for answers in self._answers.values() for each in answers]
+
     def _is_silent(self) -> bool:
-        """Return whether the agent has asked nothing for longer than it may."""
+        """Return whether the agent has asked nothing for longer than it may.
+
+        One that does not read an answer, which is whole, says nothing either.
+        """
+        answers = self._all_answers()
+        is_waiting = any(each.num_waiting and not each.reply.done() for each in answers)
         silent_s = self.policy.clock.now() - self._silent_since_s
-        return not self._num_waiting and silent_s > self.policy.limits.turn_s
+        return not is_waiting and silent_s > self.policy.limits.turn_s
 
     def _number(self, running: asyncio.Future[float | None]) -> float | None:
         """Return the reward that an agent has named."""
@@ -452,7 +485,7 @@ class AgentSession:
     async def close(self) -> None:
         """End all calls; nothing is sampled any more."""
         self.is_over = True
-        answers = [each for answers in self._answers.values() for each in answers]
+        answers = self._all_answers()
         for answer in answers:
             answer.reply.cancel()
         tasks = [answer.reply for answer in answers]

@@ -3,6 +3,7 @@
 Invariant: the parts of a stream add up to the answer that is sent at once, unless a
 part was shown with which the turn does not begin in the end: nothing further of such
 thoughts or words is sent, for it cannot be taken back. Calls of tools are sent whole.
+What an agent repeats of a stream makes one message.
 """
 
 from __future__ import annotations
@@ -37,7 +38,8 @@ class Growth:
     Attributes:
         begun: The answer without its turns.
         parts: Parts of them in the order of time: the number of the turn, and further
-            thoughts or further words. A turn bounds what they hold.
+            thoughts or further words. A turn bounds what they hold, and they are
+            forgotten once it is whole and no stream goes on.
     """
 
     def __init__(self, begun: CallReply) -> None:
