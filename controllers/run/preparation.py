@@ -253,7 +253,7 @@ class WarmStartProgress(Tracker):
     def _remaining(self, step: int) -> str:
         """Return how long the rest takes at least and at most, as text."""
         first_step, begun_s = self._first or (step, 0.0)
-        if step == first_step:
+        if step == first_step or step >= self._config.max_steps:
             return ""
         step_s = (self._clock() - begun_s) / (step - first_step)
         most = duration_text((self._config.max_steps - step) * step_s)

@@ -67,6 +67,14 @@ def test_allowed(key: str, value: object) -> None:
     ]
 
 
+def test_muon_has_a_state_without_momentum_too() -> None:
+    muon, without = (with_value("actor.optimizer.momentum", value) for value in (0.9, 0))
+    for tree in (muon, without):
+        tree["actor"]["optimizer"]["kind"] = "muon"
+    (change,), refused = changed_keys(muon, without)
+    assert change.key == "actor.optimizer.momentum" and not refused
+
+
 def test_steps_that_are_not_counted_yet_have_not_changed() -> None:
     by_epochs = with_value("run.total_steps", None)
     by_epochs["run"]["total_epochs"] = 3

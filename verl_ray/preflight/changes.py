@@ -147,7 +147,10 @@ def changed_keys(
         if _follows(key, values):
             continue
 
-        change = Change(key, before, after, _reason_to_refuse(key, before, after))
+        reason = _reason_to_refuse(key, before, after)
+        if _adds_or_drops_momentum(key, before, after, saved):
+            reason = _OPTIMIZER
+        change = Change(key, before, after, reason)
         if stand_alone and any(fnmatchcase(key, each) for each in STEP_SIZES):
             is_counted = key == "data.prompts_per_step" and now["run"].get(
                 "total_epochs"
@@ -208,10 +211,6 @@ def _reason_to_refuse(key: str, *values: object) -> str | None:
         key: The setting, or a section that one side lacks.
         values: Its values on both sides.
     """
-    # Without momentum there is no state of it.
-    if key.endswith(".optimizer.momentum") and 0 in values and None not in values:
-        return _OPTIMIZER
-
     sections = [value for value in values if isinstance(value, Mapping)]
     for pattern, reason in FIXED:
         section, _, name = pattern.rpartition(".")
@@ -219,6 +218,19 @@ def _reason_to_refuse(key: str, *values: object) -> str | None:
         if sets or fnmatchcase(key, pattern):
             return reason
     return None
+
+
+def _adds_or_drops_momentum(
+    key: str, before: object, after: object, saved: Mapping[str, Any]
+) -> bool:
+    """Return whether a change gives SGD a state or takes it; Muon always has one."""
+    section, _, name = key.rpartition(".")
+    if name != "momentum" or not section.endswith(".optimizer"):
+        return False
+    optimizer: Any = saved
+    for part in section.split("."):
+        optimizer = optimizer[part]
+    return optimizer["kind"] == "sgd" and 0 in (before, after)
 
 
 def _differences(

@@ -96,10 +96,12 @@ def test_a_warm_start_says_how_long_it_takes(
     progress.log(1, {"train/loss": 3.0})
     progress.log(10, evaluated)
     progress.log(361, evaluated)
-    first, last = capsys.readouterr().out.splitlines()
+    progress.log(1000, evaluated)
+    first, later, last = capsys.readouterr().out.splitlines()
     line = "warm start: step 10  loss 2.000  held-out 0.125  2m50s to 8m15s left"
-    assert first == line and last.endswith("  at most 5m20s left")
-    assert str(opened.count) == "361/1000 steps at most"
+    assert first == line and later.endswith("  at most 5m20s left")
+    assert last == "warm start: step 1000  loss 2.000  held-out 0.125"
+    assert str(opened.count) == "1000/1000 steps at most"
 
 
 def test_a_folder_that_no_run_made_stays(tmp_path: Path) -> None:
