@@ -85,8 +85,11 @@ def finished_step(config: Config) -> int | None:
     differ: what refuses them comes later.
     """
     total_steps = config.run.total_steps
-    # How many steps run.total_epochs stands for is known when the data are read.
-    if config.run.resume != "auto" or total_steps is None:
+    if config.run.resume != "auto":
+        return None
+    if total_steps is None:
+        total_steps = _prepared_steps(config)
+    if total_steps is None:
         return None
 
     # What comes after the last step, such as writing the model, is done as well.
@@ -112,6 +115,21 @@ def finished_step(config: Config) -> int | None:
 
     is_finished = last_step == total_steps or (reached_goal and last_step < total_steps)
     return last_step if is_finished and not refused else None
+
+
+def _prepared_steps(config: Config) -> int | None:
+    """Return the steps that run.total_epochs stood for in data that the run has made.
+
+    None if it stood for another number of epochs. How many steps it stands for in other
+    data is known when they are read.
+    """
+    saved = migrated(read_config(Path(config.run.dir), [])).get("run")
+    if config.preparation is None or not isinstance(saved, dict):
+        return None
+    if saved["total_epochs"] != config.run.total_epochs:
+        return None
+    steps: int | None = saved["total_steps"]
+    return steps
 
 
 def recorded_end(config: Config) -> int | None:
@@ -145,12 +163,16 @@ def refuse_other_end(config: Config) -> None:
     Raises:
         ConfigError: It holds one. What that run has written would be replaced.
     """
-    if unsaved_end(config) is None:
+    saved = unsaved_end(config)
+    if saved is None:
         return
     run = config.run
+    changed, refused = changed_keys(saved, to_tree(config))
+    others = ", ".join(change.key for change in [*changed, *refused])
+    settings = f" with other settings ({others})" if others else ""
     rule = (
-        f"it holds a finished run of {recorded_end(config)} steps with other settings,"
-        " and no checkpoint that these could go on from (run.save_at_end=false)"
+        f"it holds a finished run of {recorded_end(config)} steps{settings}, and no"
+        " checkpoint that a run could go on from (run.save_at_end=false)"
     )
     fix = "Use another run.name or run.dir."
     model = Path(run.dir) / MODEL
@@ -179,9 +201,23 @@ def show_finished(config: Config, step: int) -> None:
         )
     print(
         f"{run_dir} is finished: {step} steps are done and nothing is left to do."
-        f" {way_on}"
+        f"{_unused_in_words(config)} {way_on}"
     )
     print(next_in_words(config))
+
+
+def _unused_in_words(config: Config) -> str:
+    """Return a sentence on the settings that a finished run did not have, if any."""
+    checkpoint = _newest_checkpoint(config)
+    saved = unsaved_end(config) if checkpoint is None else migrated(checkpoint.config)
+    changed, _ = changed_keys(saved or to_tree(config), to_tree(config))
+    # The name may hold the time at which the command was typed.
+    changes = [str(change) for change in changed if change.key != "run.name"]
+    if not changes:
+        return ""
+    return (
+        f" It did not have these settings, and no step uses them: {'; '.join(changes)}."
+    )
 
 
 def _newest_checkpoint(config: Config) -> Checkpoint | None:

@@ -411,12 +411,11 @@ class Resumption:
         then = f", from step {checkpoint.step + 1} on" if is_size else ""
         print(f"changed since {checkpoint.path.name}: {change}{then}", flush=True)
 
-        # Schedules that end are stretched over the updates of the whole run.
-        lengths = [self.config.run.steps]
-        if change.key == "run.total_steps":
-            lengths += [n for n in (change.saved, change.now) if isinstance(n, int)]
-        elif not is_size:
+        # Schedules that end are stretched over the steps of the whole run.
+        if change.key != "run.total_steps":
             return
+        lengths = [self.config.run.steps]
+        lengths += [n for n in (change.saved, change.now) if isinstance(n, int)]
         progress = checkpoint.step / min(lengths)
         schedules = {
             optimizer.schedule

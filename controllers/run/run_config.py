@@ -13,6 +13,7 @@ from typing import Any
 import yaml
 
 from controllers.run.resumption import Resumption
+from controllers.run.step_sizes import with_paces
 from controllers.system.plan import ClusterShape, facts_on
 from controllers.trainers.base import task_of
 from verl_ray.cluster.session import Session
@@ -47,7 +48,7 @@ def settle(requested: Config, session: Session, resumption: Resumption) -> Confi
     """
     shape = ClusterShape.of(session)
     facts = facts_on(requested, shape, checkpoint=resumption.path)
-    config = resolve(requested, facts)
+    config = with_paces(resolve(requested, facts), resumption.checkpoint)
     on_gpus = shape.gpus > 0
     resumption.settle(config)
     resumption.report_other_device(on_gpus=on_gpus)

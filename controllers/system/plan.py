@@ -395,7 +395,10 @@ def engine_spec(
         average_decay = config.average_decay(name)
 
     # The learning rate follows optimizer steps, of which a training step has several.
+    pace = config.run.paces.get(name)
     updates_per_step = role.updates_per_step(config.rows_per_step)
+    if pace is not None:
+        updates_per_step = pace.began_with
     schedule_steps = config.learning_steps(name) * updates_per_step
 
     trusts_code = config.trusts_code(role.model.folder)
@@ -417,6 +420,7 @@ def engine_spec(
         average_decay=average_decay,
         replays_routing=config.replays_routing(name),
         schedule_steps=schedule_steps,
+        pace=pace,
         seed=config.run.seed,
         # The other models keep what they came with.
         chat_template=template_of(config.data)

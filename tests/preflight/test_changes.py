@@ -68,7 +68,9 @@ def test_allowed(key: str, value: object) -> None:
 
 
 def test_muon_has_a_state_without_momentum_too() -> None:
-    muon, without = (with_value("actor.optimizer.momentum", value) for value in (0.9, 0))
+    muon, without = (
+        with_value("actor.optimizer.momentum", value) for value in (0.9, 0)
+    )
     for tree in (muon, without):
         tree["actor"]["optimizer"]["kind"] = "muon"
     (change,), refused = changed_keys(muon, without)

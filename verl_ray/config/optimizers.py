@@ -19,6 +19,7 @@ from verl_ray.settings.section import (
     NonNegative,
     NonNegativeFloat,
     OverriddenKeys,
+    Positive,
     PositiveFloat,
     PositiveFraction,
     Section,
@@ -26,6 +27,44 @@ from verl_ray.settings.section import (
 
 ENDING_SCHEDULES = ("cosine", "linear", "wsd")
 """Schedules whose last learning rate is `min_lr_fraction * lr`."""
+
+
+class Pace(Section):
+    """The pace of a role's schedule, whose steps have another number of updates by now.
+
+    The schedule goes on to count in updates of the number that the run began with, so
+    each training step moves it as far as before. An update that was left out, since no
+    row of it was to be learned from, counts as one of the present number.
+    """
+
+    began_with: Positive
+    """Updates of a step when the run began."""
+    now: Positive
+    """Updates of a step since the last change."""
+    steps: NonNegative
+    """Steps that the role had learned in at the last change."""
+    updates: NonNegative
+    """Updates of these steps."""
+
+    def changed(self, now: int, steps: int) -> Pace:
+        """Return the pace after `steps` steps, where each has `now` updates from then.
+
+        Args:
+            now: Updates of a step.
+            steps: Steps that the role has learned in.
+        """
+        if now == self.now:
+            return self
+        updates = self.updates + (steps - self.steps) * self.now
+        return Pace(began_with=self.began_with, now=now, steps=steps, updates=updates)
+
+    def position(self, updates: int) -> float:
+        """Return where the schedule is after `updates` updates in all.
+
+        It is in updates of the number that the run began with.
+        """
+        steps = self.steps + (updates - self.updates) / self.now
+        return max(steps * self.began_with, 0.0)
 
 
 class OptimizerConfig(Section):

@@ -63,6 +63,7 @@ ADDED: dict[str, Any] = {
     "run.best_is": None,
     "run.early_stop": None,
     "run.resolved": {"cpu": {}, "gpu": {}},
+    "run.paces": {},
     "run.max_failed_checkpoints": 3,
     "run.trace": "none",
     "actor.expert_bias_update": 0.0,

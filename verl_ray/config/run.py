@@ -12,6 +12,7 @@ from typing import Annotated, Literal
 from pydantic import ConfigDict, Field, JsonValue, with_config
 from typing_extensions import TypedDict
 
+from verl_ray.config.optimizers import Pace
 from verl_ray.config.paths import CheckpointPath, LocalPath
 from verl_ray.errors import Problem
 from verl_ray.settings.section import (
@@ -155,6 +156,9 @@ class RunConfig(Section):
     resolved: ResolvedConfig
     """What was auto, written by the run itself, so that an evaluation or an export on
     another machine resolves the same settings anew."""
+    paces: dict[str, Pace]
+    """Where the schedules of roles are whose steps have got another number of updates,
+    written by the run itself."""
 
     @property
     def steps(self) -> int:

@@ -24,7 +24,7 @@ from verl_ray.backends import Backend
 from verl_ray.columns.batch import Int64
 from verl_ray.columns.packing import Float64, Topology
 from verl_ray.columns.stages import Bool, Float32, Rows, TrainingBatch
-from verl_ray.config.optimizers import OptimizerConfig
+from verl_ray.config.optimizers import OptimizerConfig, Pace
 from verl_ray.config.roles import LoraConfig
 from verl_ray.learning.objectives import Objective
 from verl_ray.ops.outputs import RequestedOutputs
@@ -52,9 +52,13 @@ class EngineSpec:
     """None for a model that is never trained, such as a reference policy."""
 
     schedule_steps: int
-    """Optimizer steps of the whole run. A cosine schedule ends there."""
+    """Optimizer steps of the whole run, of the size that it began with. A cosine
+    schedule ends there."""
 
     seed: int
+
+    pace: Pace | None = None
+    """The pace of the schedule; None where steps have always had as many updates."""
 
     new_head: bool = True
     """Whether a missing value head is initialized from the seed. If False, a model

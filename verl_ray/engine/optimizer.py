@@ -1,9 +1,9 @@
 """The optimizers, their learning rate, and numbers that are not finite.
 
-Invariant: the learning rate is a pure function of the number of optimizer steps taken,
-so a checkpoint stores a number and no scheduler object. An optimizer has its complete
-state from the beginning, so a checkpoint of an optimizer that has not stepped yet has
-the same entries as any other.
+Invariant: the learning rate is a pure function of settings and of the number of
+optimizer steps taken, so a checkpoint stores a number and no scheduler object. An
+optimizer has its complete state from the beginning, so a checkpoint of an optimizer
+that has not stepped yet has the same entries as any other.
 """
 
 from __future__ import annotations
@@ -142,13 +142,13 @@ def _begin_moments(
             }
 
 
-def learning_rate(config: OptimizerConfig, step: int, total_steps: int) -> float:
+def learning_rate(config: OptimizerConfig, step: float, total_steps: int) -> float:
     """Return the learning rate of the optimizer step after `step` finished ones.
 
     The rate rises linearly over `warmup_steps`; the first step already has a rate above
     0. From then on it stays constant, or falls with the root of the step, or follows a
     cosine or a line to `min_lr_fraction * lr` at `total_steps`. With wsd the line
-    begins `decay_fraction * total_steps` before.
+    begins `decay_fraction * total_steps` before. A `Pace` leads to fractions of steps.
     """
     warmup = config.warmup_steps
     if step < warmup:

@@ -265,7 +265,9 @@ class PackedEngine(Engine):
         norm = self._gradient_norm()
         touch()
 
-        rate = learning_rate(config, self.steps, self.spec.schedule_steps)
+        pace = self.spec.pace
+        position = self.steps if pace is None else pace.position(self.steps)
+        rate = learning_rate(config, position, self.spec.schedule_steps)
         skipped = None
         broken: tuple[str, ...] = ()
         if math.isfinite(norm):

@@ -79,6 +79,9 @@ STEP_SIZES = ("rollout.group_size", "data.prompts_per_step", "*.mini_batch_size"
 """The settings among them that may change from one step to the next where each step
 learns from its own groups alone."""
 
+_NO_CHANGES = ("run.resume", "run.resolved", "run.paces", "run.total_epochs")
+"""Settings that are written by a run, or that say nothing of what it does."""
+
 FOLLOWING: tuple[tuple[str, str], ...] = (
     ("model.path", "*.model.path"),
     ("model.revision", "*.model.revision"),
@@ -124,8 +127,8 @@ def changed_keys(
     Paths below run.dir are compared relative to it, so that a run's folder can be
     moved. A setting that is `auto` on one side is left to the run, so it did not
     change, and neither did the number of steps where run.total_epochs counts them.
-    Where a run begins (run.resume) and what was auto (run.resolved) are no settings of
-    what it does.
+    Where a run begins (run.resume), what was auto (run.resolved) and where schedules
+    are (run.paces) are no settings of what it does.
 
     Args:
         saved: Configuration of the checkpoint, as a plain tree.
@@ -241,7 +244,7 @@ def _differences(
     A section that only one side has is a single difference.
     """
     # What run.total_epochs becomes is compared as run.total_steps.
-    if saved == now or prefix in ("run.resume", "run.resolved", "run.total_epochs"):
+    if saved == now or prefix in _NO_CHANGES:
         return
     if isinstance(saved, Mapping) and isinstance(now, Mapping):
         # A section that one side lacks is compared with None.

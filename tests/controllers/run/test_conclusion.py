@@ -16,7 +16,7 @@ from controllers.command_line import main
 from controllers.compose.grammar import parsed_override
 from controllers.run.best import BestEvaluation
 from controllers.run.conclusion import Conclusion
-from controllers.run.finished import finished_step, refuse_other_end
+from controllers.run.finished import finished_step, refuse_other_end, show_finished
 from controllers.run.next_command import (
     failure_hint,
     next_commands,
@@ -207,7 +207,9 @@ def test_a_finished_run_says_so_before_anything_starts(
     assert main(["train", "--config-name", "ppo", *inputs.rl(tmp_path), *LONG]) == 0
     printed = capsys.readouterr().out
     assert printed.startswith(f"the report\n{tmp_path} is finished: 3 steps are done")
-    assert "export " in printed
+    assert "export " in printed and "no step uses them" not in printed
+    show_finished(inputs.config("ppo", tmp_path, *LONG, "algorithm.clip_high=0.3"), 3)
+    assert "uses them: algorithm.clip_high: 0.2 -> 0.3. For" in capsys.readouterr().out
     assert not (tmp_path / "logs").exists() and not (tmp_path / "lock").exists()
 
 
@@ -269,11 +271,22 @@ def test_a_finished_run_that_saved_nothing_is_not_made_again(
     printed = capsys.readouterr().out
     assert printed.startswith(f"the report\n{tmp_path} is finished: 3 steps are done")
     assert "no setting gives it more steps; another run.name trains again" in printed
+    assert "no step uses them" not in printed
+
+    changed = inputs.config("ppo", tmp_path, *never, "algorithm.clip_high=0.3")
+    assert finished_step(changed) == 3
+    show_finished(changed, 3)
+    assert "uses them: algorithm.clip_high: 0.2 -> 0.3. It" in capsys.readouterr().out
+    with pytest.raises(
+        ConfigError, match="a finished run of 3 steps, and no checkpoint"
+    ):
+        refuse_other_end(config)
 
     (tmp_path / "model").mkdir()
     for change in ("run.total_steps=4", "run.seed=1"):
         assert finished_step(inputs.config("ppo", tmp_path, *never, change)) is None
-        with pytest.raises(ConfigError, match="finished run of 3 steps") as caught:
+        key = change.partition("=")[0]
+        with pytest.raises(ConfigError, match=rf"3 steps with other.*{key}") as caught:
             refuse_other_end(inputs.config("ppo", tmp_path, change))
         assert f"model.path={tmp_path}/model" in caught.value.problems[0].fix
 
