@@ -208,8 +208,10 @@ def show_finished(config: Config, step: int) -> None:
 
 def _unused_in_words(config: Config) -> str:
     """Return a sentence on the settings that a finished run did not have, if any."""
+    saved = unsaved_end(config)
     checkpoint = _newest_checkpoint(config)
-    saved = unsaved_end(config) if checkpoint is None else migrated(checkpoint.config)
+    if saved is None and checkpoint is not None:
+        saved = migrated(checkpoint.config)
     changed, _ = changed_keys(saved or to_tree(config), to_tree(config))
     # The name may hold the time at which the command was typed.
     changes = [str(change) for change in changed if change.key != "run.name"]

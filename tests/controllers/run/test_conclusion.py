@@ -30,6 +30,8 @@ from scripts.configuration import compose
 from tests.controllers.run.checkpoints import write_checkpoints
 from tests.controllers.runs import Inputs
 from verl_ray.checkpoint.store import CheckpointStore
+from verl_ray.config.load import with_changes
+from verl_ray.config.schema import Config
 from verl_ray.config.tasks.rl import RLConfig
 from verl_ray.errors import ConfigError, Interrupted, RewardError
 from verl_ray.tracking import Trackers
@@ -289,6 +291,19 @@ def test_a_finished_run_that_saved_nothing_is_not_made_again(
         with pytest.raises(ConfigError, match=rf"3 steps with other.*{key}") as caught:
             refuse_other_end(inputs.config("ppo", tmp_path, change))
         assert f"model.path={tmp_path}/model" in caught.value.problems[0].fix
+
+
+def test_a_run_of_epochs_of_its_own_data_is_finished(tmp_path: Path) -> None:
+    def config(*changes: str) -> Config:
+        return compose("quickstart", [f"run.dir={tmp_path}", *changes])
+
+    by_epochs = ["run.total_steps=null", "run.save_at_end=false"]
+    once = config(*by_epochs, "run.total_epochs=1")
+    begin_segment(tmp_path, 0, 1.0)
+    write_config(with_changes(once, {"run.total_steps": 3}), "auto")
+    end_segment(tmp_path, 3, "finished")
+    assert finished_step(once) == 3
+    assert finished_step(config(*by_epochs, "run.total_epochs=2")) is None
 
 
 def _damage_checkpoint(config: RLConfig) -> None:
