@@ -84,7 +84,7 @@ def test_the_page_holds_the_record(tmp_path: Path) -> None:
     assert run["scoreFailures"] == [["timeout", 4.0]]
 
     assert (run["reason"], run["typed"]) == ("", None)
-    assert "within noise (+0.25, 95 % interval +0 to +0.625)" in run["summary"]
+    assert "to 0.625 at step 4 (+0.25 on the same 8 problems); " in run["summary"]
     # What is left of the time took no more than a twentieth of it.
     assert run["summary"].endswith(" went into starting.")
 
