@@ -18,8 +18,16 @@ import pytest
 from playwright.sync_api import Browser, Page, sync_playwright
 
 from controllers.commands.report import LOOPBACK, ReportServer
-from tests.report.recorded_runs import examples, rollouts, write_run, write_trace
+from tests.report.recorded_runs import (
+    ACCURACY,
+    examples,
+    held_out,
+    rollouts,
+    write_run,
+    write_trace,
+)
 from verl_ray.report.tracker import write_report
+from verl_ray.tracking.evaluations import HeldOutScores, scores_path, write_scores
 from verl_ray.tracking.history import begin_segment
 from verl_ray.tracking.jsonl import METRICS, JsonlTracker
 from verl_ray.tracking.rollouts import RolloutFiles
@@ -413,6 +421,10 @@ def test_runs_are_compared_by_metric_and_what_was_set_by_hand(
             ("high", 1e-5, "actor.optimizer.lr=1e-5"),
         )
     ]
+    # The last evaluation of the second run has lost two problems.
+    scores, names = held_out(2), [ACCURACY] * 6
+    lessened = HeldOutScores(range(6), scores.digests[:6], names, scores.scores[:6])
+    write_scores(scores_path(folders[1], 4), lessened)
     opened = Opened(browser, made(*folders))
     page = opened.page
     rows = page.locator("#differences tbody tr").all_inner_texts()
@@ -426,8 +438,8 @@ def test_runs_are_compared_by_metric_and_what_was_set_by_hand(
     assert "sums/acc/mean@1 ↑ higher is better" in texts
     assert "difference to low, paired" in texts
     # Both came to the same scores.
-    assert comparison.locator("tbody tr").nth(1).inner_text().split()[-4:] == [
-        "0", "0.625", "at", "4",
+    assert comparison.locator("tbody tr").nth(1).inner_text().split()[-9:] == [
+        "0", "on", "6", "of", "8", "problems", "0.625", "at", "4",
     ]  # fmt: skip
     opened.tab("Settings")
     typed = page.locator(".typed tbody tr").all_inner_texts()

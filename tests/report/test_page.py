@@ -96,8 +96,10 @@ def test_the_page_holds_the_record(tmp_path: Path) -> None:
     assert (row["metric"], row["kind"]) == (ACCURACY, "accuracy")
     assert row["best"] == [4, 0.625] and opened.index["differences"] == []
     assert row["before"][:2] == [0, 0.375] and row["after"][:2] == [4, 0.625]
-    mean, low, high, problems = row["change"]
-    assert (mean, problems) == (0.25, 8) and low < mean < high
+    assert row["before"][4] == row["after"][4] == 8
+    mean, low, high, problems, is_beyond_noise = row["change"]
+    assert (mean, problems, is_beyond_noise) == (0.25, 8, False)
+    assert low < mean < high
 
     starts, durations, _, names = opened.json(run["trace"]["block"])
     assert starts == [0, 0, 1, 1] and sorted(durations) == [0.5, 0.5, 1, 1]
@@ -286,7 +288,7 @@ def test_runs_are_compared_in_pairs_of_the_same_problems(tmp_path: Path) -> None
     opened = Opened(page([read_run(folder, 10) for folder in folders]))
     (row,) = opened.index["differences"]
     assert (row["metric"], row["base"]) == (ACCURACY, 0)
-    ((number, (mean, low, high, problems)),) = row["runs"].items()
+    ((number, (mean, low, high, problems, _)),) = row["runs"].items()
     assert (number, mean, problems) == ("1", -0.25, 8) and low < mean < high
 
 

@@ -32,7 +32,7 @@ from verl_ray.report.findings import findings, is_beyond_plan
 from verl_ray.report.lines import SAVING, Line, RunLines
 from verl_ray.report.record import RunRecord, read_run
 from verl_ray.report.samples import RecordedRow
-from verl_ray.report.summary import summary
+from verl_ray.report.summary import is_beyond_noise, summary
 from verl_ray.report.typed import typed_settings
 from verl_ray.shell import for_shell
 from verl_ray.tracking.base import GLOBAL_STEP
@@ -396,10 +396,10 @@ def _held_out(
         }
         for title, step in (("before", first), ("after", last)):
             interval = bounds.get(step, {}).get(name)
-            row[title] = [step, course.values.get(step), *_bounds(interval)]
+            problems = None if interval is None else interval.prompts
+            row[title] = [step, course.values.get(step), *_bounds(interval), problems]
         if name in changes:
-            change = changes[name]
-            row["change"] = [change.mean, *_bounds(change), change.prompts]
+            row["change"] = _change(changes[name])
         rows.append(row)
     return rows
 
@@ -431,11 +431,16 @@ def _differences(records: Sequence[RunRecord]) -> list[dict[str, Any]]:
                 changes[pair] = paired_differences(before, after)
             change = changes[pair].get(name)
             if change is not None:
-                values = [change.mean, *_bounds(change), change.prompts]
-                row["runs"][number] = values
+                row["runs"][number] = _change(change)
                 row["base"] = having[0]
         rows.append(row)
     return rows
+
+
+def _change(change: Interval) -> list[float | None]:
+    """Return a paired difference, its bounds, its problems and whether it is one."""
+    bounds = _bounds(change)
+    return [change.mean, *bounds, change.prompts, is_beyond_noise(change)]
 
 
 def _bounds(interval: Interval | None) -> tuple[float | None, float | None]:

@@ -111,26 +111,26 @@ function heldOutTable(run, number) {
   if (!run.heldOut.length) return null;
   const rows = run.heldOut.map((row) => {
     const unpaired = changeOf(row);
-    const change = row.change ? difference(row, row.change) : unpaired === null ? "–" : signed(unpaired);
+    const change = row.change ? difference(row, row.change, [row.before, row.after]) : unpaired === null ? "–" : signed(unpaired);
     return [directed(row), withBounds(row.before), withBounds(row.after), { number: change },
       { number: bestOf(row, number) }];
   });
   const { before, after } = run.heldOut[0];
   return element("section", {}, element("h2", {}, "Held out"), element("div", { class: "card" }, table(
     ["metric", { number: stepLink(before[0], number, `step ${grouped(before[0])}`) }, { number: stepLink(after[0], number, `step ${grouped(after[0])}`) }, { number: "change, paired" }, { number: "best, at step" }], rows)),
-    element("p", { class: "quiet" }, "Brackets are 95 % intervals of a bootstrap over problems."));
+    element("p", { class: "quiet" }, "Brackets are 95 % intervals of a bootstrap over problems. They are too narrow for fewer than 30, so that no change is coloured there."));
 }
 
 function bestOf(row, number) {
   return element("span", {}, `${short(row.best[1])} at `, stepLink(row.best[0], number));
 }
 
-/** Return a paired difference with its interval, coloured where that does not hold 0. */
-function difference(row, [mean, low, high]) {
-  const isBetter = row.lowerIsBetter ? high < 0 : low > 0;
-  const isWorse = row.lowerIsBetter ? low > 0 : high < 0;
-  const kind = low === null ? "" : isBetter ? "good" : isWorse ? "bad" : "";
-  return element("span", { class: kind }, signed(mean), low === null ? "" : element("span", { class: "interval" }, ` [${signed(low)}, ${signed(high)}]`));
+/** Return a paired difference with its interval and problems, coloured where it is beyond noise. */
+function difference(row, [mean, low, high, problems, isBeyondNoise], sides) {
+  const kind = !isBeyondNoise ? "" : mean < 0 === row.lowerIsBetter ? "good" : "bad";
+  const most = Math.max(...sides.map((side) => side[4] ?? 0));
+  return element("span", {}, element("span", { class: kind }, signed(mean), low === null ? "" : element("span", { class: "interval" }, ` [${signed(low)}, ${signed(high)}]`)),
+    element("span", { class: `interval ${problems < most ? "warn" : "quiet"}` }, ` on ${grouped(problems)}${problems < most ? ` of ${grouped(most)}` : ""} problems`));
 }
 
 /** Return the name of a held-out metric, and which way is better. */
@@ -164,13 +164,14 @@ function runTable(report) {
 function comparisons(report) {
   const parts = report.differences.map(({ metric, base, runs }) => {
     const having = report.runs.flatMap((run, number) => run.heldOut.filter((row) => row.metric === metric).map((row) => [run, number, row]));
+    const after = having.find(([, number]) => number === base)?.[2].after;
     const rows = having.map(([run, number, row]) => [
       element("span", {}, swatch(number), " ", recorded(run.name)),
       { number: short(row.before[1]) }, withBounds(row.after), { number: stepLink(row.after[0], number) },
-      { number: runs[number] ? difference(row, runs[number]) : "–" }, { number: bestOf(row, number) }]);
+      { number: runs[number] ? difference(row, runs[number], [after, row.after]) : "–" }, { number: bestOf(row, number) }]);
     const headings = ["run", { number: "first" }, { number: "last" }, { number: "at step" },
       { number: base === null ? "difference, paired" : element("span", {}, "difference to ", recorded(report.runs[base].name), ", paired") }, { number: "best, at step" }];
     return element("section", { class: "comparison" }, element("h2", {}, directed(having[0][2])), element("div", { class: "card" }, table(headings, rows)));
   });
-  return [...parts, parts.length ? element("p", { class: "quiet" }, "Brackets are 95 % intervals of a bootstrap over problems; a difference is that of the same problems in both runs' last evaluations.") : null];
+  return [...parts, parts.length ? element("p", { class: "quiet" }, "Brackets are 95 % intervals of a bootstrap over problems; they are too narrow for fewer than 30. A difference is that of the same problems in both runs' last evaluations.") : null];
 }
