@@ -12,7 +12,9 @@ import ctypes
 import os
 import threading
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import psutil
 
@@ -62,17 +64,15 @@ class UseMeter:
         self._counts_children = counts_children
         self._process = psutil.Process()
         self._read_s = time.monotonic()
-        self._cpu_s = self._all_cpu_s()
+        self._times = self._cpu_times()
         self._node_s = _node_cpu_s()
         self._devices = _DeviceUse() if on_device else None
 
     def take(self) -> MachineUse:
         """Return the use since the last call of this method."""
-        now_s, cpu_s = time.monotonic(), self._all_cpu_s()
-        # The time of children that ended is lost.
-        used_s = max(0.0, cpu_s - self._cpu_s)
-        cores = used_s / max(now_s - self._read_s, 1e-3)
-        self._read_s, self._cpu_s = now_s, cpu_s
+        now_s, times = time.monotonic(), self._cpu_times()
+        cores = _used_s(self._times, times) / max(now_s - self._read_s, 1e-3)
+        self._read_s, self._times = now_s, times
         # psutil.cpu_percent remembers a time per thread, and calls come in several.
         busy_s, all_s = _node_cpu_s()
         before_s, all_before_s = self._node_s
@@ -87,17 +87,44 @@ class UseMeter:
             gpu_percent=None if self._devices is None else self._devices.take(),
         )
 
-    def _all_cpu_s(self) -> float:
-        """Return the CPU time of this process and its children, in seconds."""
-        processes = [self._process]
-        if self._counts_children:
-            processes += self._process.children(recursive=True)
-        seconds = 0.0
-        for process in processes:
+    def _cpu_times(self) -> dict[psutil.Process, _CpuTimes]:
+        """Return the CPU times of this process and its children."""
+        if not self._counts_children:
+            own = self._process.cpu_times()
+            return {self._process: _CpuTimes(own.user + own.system, 0.0)}
+        all_times = {}
+        for process in [self._process, *self._process.children(recursive=True)]:
             with contextlib.suppress(psutil.Error):
                 times = process.cpu_times()
-                seconds += times.user + times.system
-        return seconds
+                all_times[process] = _CpuTimes(
+                    times.user + times.system,
+                    times.children_user + times.children_system,
+                )
+        return all_times
+
+
+class _CpuTimes(NamedTuple):
+    """CPU time of a process, and of its children that it has waited for, in seconds."""
+
+    own_s: float
+    ended_s: float
+
+
+def _used_s(
+    before: Mapping[psutil.Process, _CpuTimes],
+    after: Mapping[psutil.Process, _CpuTimes],
+) -> float:
+    """Return the CPU time between two readings, in seconds."""
+    unused = _CpuTimes(0.0, 0.0)
+    pairs = [(before.get(process, unused), times) for process, times in after.items()]
+    own_s = sum(late.own_s - early.own_s for early, late in pairs)
+    # A process hands its time to its parent when it ends, with that of the first
+    # reading. Nobody has the time of one whose parent did not wait for it.
+    ended_s = sum(late.ended_s - early.ended_s for early, late in pairs)
+    ended_s -= sum(
+        sum(times) for process, times in before.items() if process not in after
+    )
+    return own_s + max(0.0, ended_s)
 
 
 def _node_cpu_s() -> tuple[float, float]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import time
 from dataclasses import replace
 
@@ -133,3 +135,29 @@ def test_a_process_that_computes_uses_a_core() -> None:
     # A busy machine gives it less than a core.
     assert use.cpu_cores >= 0.15 / (time.monotonic() - begun_s)
     assert use.cpu_cores < 64 and use.node_used_gib > 0 and use.gpu_percent is None
+
+
+@pytest.mark.processes
+def test_the_time_of_children_that_end_counts_once() -> None:
+    program = (
+        "import time\nwhile time.process_time() < 0.5: pass\nprint('.', flush=True)"
+    )
+    command = [sys.executable, "-c", f"{program}\ninput()"]
+    meter = UseMeter("reward")
+    begun_s = time.monotonic()
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True) as child:
+        assert child.stdout is not None
+        assert child.stdout.readline() == ".\n"
+        first_s = meter.take().cpu_cores * (time.monotonic() - begun_s)
+        begun_s, cpu_s = time.monotonic(), time.process_time()
+        child.communicate("\n")
+    while time.process_time() - cpu_s < 0.2:
+        pass
+    second_s = meter.take().cpu_cores * (time.monotonic() - begun_s)
+    assert first_s >= 0.45 and 0.15 <= second_s < 0.45
+
+    # One that no reading has seen.
+    begun_s = time.monotonic()
+    subprocess.run([sys.executable, "-c", program], check=True, stdout=pipe)
+    assert meter.take().cpu_cores * (time.monotonic() - begun_s) >= 0.45
