@@ -324,7 +324,8 @@ def test_errors_in_the_logs_are_counted(
     logs = tmp_path / "logs"
     logs.mkdir()
     lines = ["all is well", "ValueError: 1 of 7", "ValueError: 2 of 7", "no error"]
-    lines += ["  Error: x", "AssertionError", "an Error"]
+    lines += ["  Error: x", "AssertionError", "an Error", "ERROR 12 failed"]
+    lines += ["Traceback (most recent call last):", "0 ERRORS"]
     lines += ["WARNING 12 slow", "UserWarning: 1", "a warning", "WARNING 13 slow"]
     (logs / "actor-0.log").write_text("\n".join(lines))
     (logs / "old-0.log").write_text("a.OSError: old")
@@ -343,6 +344,8 @@ def test_errors_in_the_logs_are_counted(
         ("actor-0.log", "ValueError: 2 of 7", 2),
         ("actor-0.log", "  Error: x", 1),
         ("actor-0.log", "AssertionError", 1),
+        ("actor-0.log", "ERROR 12 failed", 1),
+        ("actor-0.log", "Traceback (most recent call last):", 1),
     ]
 
     monkeypatch.setattr(record, "_LOG_BYTES", 24)

@@ -502,10 +502,12 @@ _MOST_ERRORS = 100
 _LONGEST = 400
 _MOST_ENDS = 20
 _END_CHARACTERS = 4_000
-# An exception with its message, the name of one alone, and what no exception says.
+# An exception with its message, the name of one alone, a level, and what no exception
+# says.
 _ERROR = re.compile(
     r"\b\w*(?:Error|Exception): |\b\w+(?:Error|Exception)\s*$"
-    r"|CRITICAL|Segmentation fault|ut of memory"
+    r"|\bERROR\b|CRITICAL|Traceback \(most recent call last\)"
+    r"|Segmentation fault|ut of memory"
 )
 _WARNING = re.compile(r"\bWARN(?:ING)?\b|\b\w*[Ww]arning: ")
 _NUMBERS = re.compile(r"\d+")
