@@ -297,12 +297,17 @@ def test_what_was_typed_and_what_it_became() -> None:
         "run": {"total_steps": 32, "total_epochs": None},
         "algorithm": {"name": "grpo"},
         "reward": {"functions": {"default": "a.py:f"}},
-        "actor": {"lr": 0.001, "dtype": "float32"},
+        "actor": {"lr": 0.001, "dtype": "float32", "backend": {}, "optimizer": {}},
+        "critic": {"backend": {}},
     }
     commands = [
-        "verl-ray train --config-name a=b actor.lr=1e-4 'oops=' unknown.key=1",
+        "verl-ray train run.total_steps=9",
+        # It goes on from no configuration, so nothing of the first one counts.
+        "verl-ray train --config-name a=b backend=fsdp actor.lr=1e-4"
+        " 'oops=' unknown.key=1",
         "verl-ray train --config-dir run +actor.lr=1e-3 actor.dtype=auto algorithm=grpo"
-        " 'reward.functions={default: a.py:f}' run.total_epochs=1",
+        " 'reward.functions={default: a.py:f}' run.total_epochs=1"
+        " optimizer@actor.optimizer=muon",
         "an 'unclosed quote",
     ]
     typed = typed_settings(commands, config)
@@ -310,7 +315,9 @@ def test_what_was_typed_and_what_it_became() -> None:
         ("actor.dtype", "auto", "float32"),
         ("actor.lr", "1e-3", "0.001"),
         ("algorithm", "grpo", "the values of algorithm"),
+        ("backend", "fsdp", "the values of actor.backend, critic.backend"),
         ("oops", "", ""),
+        ("optimizer@actor.optimizer", "muon", "the values of actor.optimizer"),
         ("reward.functions", "{default: a.py:f}", '{"default": "a.py:f"}'),
         ("run.total_epochs", "1", "run.total_steps = 32"),
         ("unknown.key", "1", ""),

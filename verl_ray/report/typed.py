@@ -1,7 +1,8 @@
 """Settings that were typed: the overrides of a run's commands, and what they became.
 
 Invariant: it follows from the record alone. An override is shown as it was typed, and
-of a setting that several commands name the last one counts.
+of a setting that several commands name the last one counts. A command that does not go
+on from a folder's configuration begins with no override of the commands before.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import json
 import re
 import shlex
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from verl_ray.report.lines import setting
@@ -44,20 +45,22 @@ def typed_settings(
     """
     texts: dict[str, str] = {}
     for command in commands:
-        texts |= _overrides(command)
+        try:
+            words = shlex.split(command)
+        except ValueError:
+            # A record may hold anything.
+            continue
+        if not any(word.startswith("--config-dir") for word in words):
+            texts.clear()
+        texts |= _overrides(words)
     return [
         TypedSetting(key, text, _became(key, text, config))
         for key, text in sorted(texts.items())
     ]
 
 
-def _overrides(command: str) -> dict[str, str]:
+def _overrides(words: Sequence[str]) -> dict[str, str]:
     """Return the overrides of a command by their keys."""
-    try:
-        words = shlex.split(command)
-    except ValueError:
-        # A record may hold anything.
-        return {}
     texts = {}
     for before, word in zip(["", *words], words, strict=False):
         match = _OVERRIDE.fullmatch(word)
@@ -72,6 +75,15 @@ def _overrides(command: str) -> dict[str, str]:
 
 def _became(key: str, text: str, config: Mapping[str, object]) -> str:
     """Return what a setting is in a run."""
+    # A choice of a group names the section that it is for, or is for all that have one.
+    _, is_choice, section_key = key.rpartition("@")
+    if is_choice and isinstance(setting(config, section_key), Mapping):
+        return f"the values of {section_key}"
+    if "." not in key and key not in config:
+        keys = [f"{section}.{key}" for section in config]
+        keys = [each for each in keys if isinstance(setting(config, each), Mapping)]
+        if keys:
+            return f"the values of {', '.join(keys)}"
     value = setting(config, key)
     other = _RESOLVED.get(key)
     if value is None and other is not None and text != "null":
