@@ -31,7 +31,7 @@ _WINDOW = 5
 
 FEWEST_PROBLEMS = 30
 """Fewest problems of a verdict: the bootstrap of fewer is too narrow, so that it calls
-26 % of changes that are none beyond noise at 3 problems, and 13 % at 8."""
+a quarter of normal changes around 0 beyond noise at 3 problems, and a ninth at 8."""
 
 _TINY = 1e-9
 """Changes that are no larger are those of rounding."""
