@@ -37,7 +37,7 @@ def test_an_engine_counts_what_it_does(tmp_path: Path) -> None:
     begin()
     engine = build_engine(spec, device=torch.device("cpu"), rank=0, world_size=1)
     sent = sum(parameter.numel for parameter in engine.manifest().sent)
-    assert str(progress()) == f"{4 * sent} bytes"
+    assert str(progress()) == f"{4 * sent} of {4 * sent} bytes"
 
     rows, seen = rows_of((3, 9, 17, 18)), []
 

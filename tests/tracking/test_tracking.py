@@ -50,6 +50,7 @@ def run_config(run_dir: Path) -> RunConfig:
             snapshot_copies=1,
         ),
         resolved=ResolvedConfig(cpu={}, gpu={}),
+        paces={},
     )
 
 
