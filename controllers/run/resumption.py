@@ -414,9 +414,8 @@ class Resumption:
         # Schedules that end are stretched over the steps of the whole run.
         if change.key != "run.total_steps":
             return
-        lengths = [self.config.run.steps]
-        lengths += [n for n in (change.saved, change.now) if isinstance(n, int)]
-        progress = checkpoint.step / min(lengths)
+        lengths = (change.saved, self.config.run.steps)
+        progress = checkpoint.step / min(n for n in lengths if isinstance(n, int))
         schedules = {
             optimizer.schedule
             for optimizer in self.config.optimizers.values()
