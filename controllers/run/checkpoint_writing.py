@@ -7,6 +7,7 @@ if one has not. With run.checkpoint_behind that is known later, when `finish` re
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -52,14 +53,15 @@ class CheckpointWriting:
         store: CheckpointStore,
         *,
         behind: bool,
-        committed: Callable[[int], None],
+        committed: Callable[[int, float], None],
     ) -> None:
         """Begin without a checkpoint.
 
         Args:
             store: The store.
             behind: Whether ranks write from a copy of their state while they go on.
-            committed: Called with the step of each checkpoint that counts.
+            committed: Called for each checkpoint that counts with its step, and with
+                the seconds for which the run waited for it.
         """
         self._store = store
         self._behind = behind
@@ -68,6 +70,13 @@ class CheckpointWriting:
         self._unfinished_calls: dict[str, Call[Any]] = {}
         self._files: dict[str, FileRecord] = {}
         """Files of the checkpoint that is being written, by relative path."""
+
+        self._waited_s = 0.0
+        """Seconds for which the run waited until all ranks had begun to write behind
+        it; 0 before that."""
+
+        self._waiting_since = 0.0
+        """Reading of the clock at which the run began to wait, again or first."""
 
         self.step: int | None = None
         """Step whose checkpoint is being written."""
@@ -80,6 +89,8 @@ class CheckpointWriting:
         """
         # Only one checkpoint is written at a time.
         self.finish(background)
+        self._waited_s = 0.0
+        self._waiting_since = time.perf_counter()
         method = ModelWorker.begin_save if self._behind else ModelWorker.save
 
         # The death of another process breaks off no checkpoint.
@@ -105,6 +116,7 @@ class CheckpointWriting:
                 }
                 # The manifest is written when `finish` closes this stack.
                 self._unfinished = writing.pop_all()
+                self._waited_s = time.perf_counter() - self._waiting_since
 
     def finish(self, background: Background | None = None) -> None:
         """Wait for the checkpoint that is being written, if any, and commit it.
@@ -118,6 +130,7 @@ class CheckpointWriting:
         if unfinished is None:
             return
 
+        self._waiting_since = time.perf_counter()
         with finishing(), IDLE_PROCESSES.unwatched(), unfinished:
             # Each is waited for, whatever happened to those that were made after it.
             for call in self._unfinished_calls.values():
@@ -156,7 +169,8 @@ class CheckpointWriting:
                 hashed=self._files,
             ) as folder:
                 yield folder
-            self._committed(content.step)
+            waited_s = self._waited_s + time.perf_counter() - self._waiting_since
+            self._committed(content.step, waited_s)
         finally:
             self.step = None
 

@@ -239,10 +239,10 @@ def report_of(
     total_s = wall_s(segments)
     faults = read_faults(folder, segments[0].begun_s if segments else 0.0, damage)
     tree = to_tree(task.config)
-    moved = with_saves_in_their_steps(lines)
+    moved = with_saves_in_their_steps(lines, segments)
     shown = findings(moved, tree, segments, faults)
     durations = phase_durations(
-        lines, total_s, starting_s(segments), preparing_s(segments)
+        moved, total_s, starting_s(segments), preparing_s(segments)
     )
     courses = held_out_courses(lines, tree)
     run = RunLines(lines, tree)

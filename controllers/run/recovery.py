@@ -7,10 +7,12 @@ once its manifest is written. A snapshot holds the same in memory, for this driv
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import sys
 from collections.abc import Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from controllers.run.best import BestEvaluation
@@ -34,6 +36,7 @@ from verl_ray.config.load import to_tree
 from verl_ray.errors import CheckpointError, TrackingError
 from verl_ray.profiling.phases import phase
 from verl_ray.tracking.base import Tracker
+from verl_ray.tracking.history import save_segment
 from verl_ray.tracking.jsonl import METRICS
 from workers.model_worker import ModelWorker
 
@@ -337,13 +340,16 @@ class Recovery:
             finished, unrecorded=self.unrecorded, best=self.best.state()
         ).state
 
-    def _note_saved(self, step: int) -> None:
-        """Note that the checkpoint of a step counts."""
+    def _note_saved(self, step: int, waited_s: float) -> None:
+        """Note that the checkpoint of a step counts, and how long the run waited."""
         self.saved_step = step
         self._saved_in = self._store.root
         self._failures.clear()
         self._has_written = True
         reports().saved()
+        # A history that cannot be written is named at the end; the checkpoint counts.
+        with contextlib.suppress(TrackingError):
+            save_segment(Path(self._resumption.config.run.dir), step, waited_s)
 
     def finish_save(self, background: Background | None = None) -> bool:
         """Wait for the checkpoint that is being written, if any, and commit it.

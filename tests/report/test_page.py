@@ -21,6 +21,7 @@ from verl_ray.report.page import Blocks, page, planes
 from verl_ray.report.record import read_run
 from verl_ray.report.typed import typed_settings
 from verl_ray.tracking.evaluations import scores_path, write_scores
+from verl_ray.tracking.history import RunSegment
 
 _BLOCK = re.compile(r'<script type="text/plain" id="block-(\d+)">([^<]*)</script>')
 
@@ -297,6 +298,7 @@ def test_what_was_typed_and_what_it_became() -> None:
         "run": {"total_steps": 32, "total_epochs": None},
         "algorithm": {"name": "grpo"},
         "reward": {"functions": {"default": "a.py:f"}},
+        "rollout": {"schedule": "one_step_off"},
         "actor": {"lr": 0.001, "dtype": "float32", "backend": {}, "optimizer": {}},
         "critic": {"backend": {}},
     }
@@ -307,7 +309,7 @@ def test_what_was_typed_and_what_it_became() -> None:
         " 'oops=' unknown.key=1",
         "verl-ray train --config-dir run +actor.lr=1e-3 actor.dtype=auto algorithm=grpo"
         " 'reward.functions={default: a.py:f}' run.total_epochs=1"
-        " optimizer@actor.optimizer=muon",
+        " optimizer@actor.optimizer=muon schedule=one_step_off",
         "an 'unclosed quote",
     ]
     typed = typed_settings(commands, config)
@@ -320,6 +322,7 @@ def test_what_was_typed_and_what_it_became() -> None:
         ("optimizer@actor.optimizer", "muon", "the values of actor.optimizer"),
         ("reward.functions", "{default: a.py:f}", '{"default": "a.py:f"}'),
         ("run.total_epochs", "1", "run.total_steps = 32"),
+        ("schedule", "one_step_off", "rollout.schedule = one_step_off"),
         ("unknown.key", "1", ""),
     ]
 
@@ -331,3 +334,19 @@ def test_a_checkpoint_belongs_to_the_step_that_saved() -> None:
     # The lines of step 4 are lost.
     lines = with_saves_in_their_steps([*steps[:4], steps[5]])
     assert [line.get(SAVING) for line in lines] == [None, 1.0, 2.0, None, 3.0]
+
+    # Of the last checkpoint of each process no line knows; the first one's is on line 2.
+    segments = [
+        RunSegment(0.0, 1.0, 0, 1, "killed", saved_step=1, saving_s=9.0),
+        RunSegment(1.0, 2.0, 0, 3, "stopped", saved_step=3, saving_s=4.0),
+        RunSegment(2.0, 3.0, 3, 5, "finished", saved_step=5, saving_s=5.0),
+    ]
+    lines = with_saves_in_their_steps(steps[:4] + steps[5:], segments)
+    assert [line.get(SAVING) for line in lines] == [None, 1.0, 2.0, 4.0, 3.0]
+    lines = with_saves_in_their_steps(
+        [*steps[:3], {"training/global_step": 3}], segments
+    )
+    assert [line.get(SAVING) for line in lines] == [None, 1.0, None, 4.0]
+    # A process that wrote none has no step, and line 0 is of none.
+    lines = with_saves_in_their_steps(steps[:1], [RunSegment(0, 1, 0, 1, "failed")])
+    assert lines == steps[:1]

@@ -326,6 +326,9 @@ def test_errors_in_the_logs_are_counted(
     lines = ["all is well", "ValueError: 1 of 7", "ValueError: 2 of 7", "no error"]
     lines += ["  Error: x", "AssertionError", "an Error", "ERROR 12 failed"]
     lines += ["Traceback (most recent call last):", "0 ERRORS"]
+    lines += ["WANDB_API_KEY=0123456789abcdef", '{"api_key": "abcdefgh1"}']
+    lines += ["Authorization: Bearer abc.def.ghi", "http://me:hunter2@host/x"]
+    lines += ["key hf_abcdefghijklmnopqrst", "api_key=None password: expected a string"]
     lines += ["WARNING 12 slow", "UserWarning: 1", "a warning", "WARNING 13 slow"]
     (logs / "actor-0.log").write_text("\n".join(lines))
     (logs / "old-0.log").write_text("a.OSError: old")
@@ -347,6 +350,11 @@ def test_errors_in_the_logs_are_counted(
         ("actor-0.log", "ERROR 12 failed", 1),
         ("actor-0.log", "Traceback (most recent call last):", 1),
     ]
+
+    assert "password: expected" in run.log_ends[0].text
+    hidden = {"abcdefgh1", "0123456789abcdef", "hunter2", "abc.def.ghi", "klmnopqrst"}
+    assert not any(word in str(run.log_ends) for word in hidden)
+    assert run.log_ends[0].text.count("(masked)") == len(hidden)
 
     monkeypatch.setattr(record, "_LOG_BYTES", 24)
     run = read_run(tmp_path, most_rows=10)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import cached_property
@@ -29,10 +29,17 @@ Line = Mapping[str, float]
 SAVING = "timing_s/save_checkpoint"
 
 
-def with_saves_in_their_steps(lines: Sequence[Line]) -> list[Line]:
+def with_saves_in_their_steps(
+    lines: Sequence[Line], segments: Iterable[RunSegment] = ()
+) -> list[Line]:
     """Return lines in which the time of a checkpoint is that of the step that saved.
 
-    The line of a step is written before its checkpoint, so the next line has its time.
+    The line of a step is written before its checkpoint, so the next line of the same
+    process has its time.
+
+    Args:
+        lines: Lines of metrics.jsonl, one for each step.
+        segments: The processes of the run, which know the time of their last one.
     """
     moved = list(lines)
     for place, line in enumerate(lines[1:], start=1):
@@ -41,6 +48,12 @@ def with_saves_in_their_steps(lines: Sequence[Line]) -> list[Line]:
             moved[place - 1] = {**before, SAVING: line[SAVING]}
             rest = {name: value for name, value in line.items() if name != SAVING}
             moved[place] = rest
+
+    places = {int(line[GLOBAL_STEP]): place for place, line in enumerate(moved)}
+    for segment in segments:
+        saved = places.get(segment.saved_step or 0)
+        if saved is not None and segment.saved_step and SAVING not in moved[saved]:
+            moved[saved] = {**moved[saved], SAVING: segment.saving_s}
     return moved
 
 

@@ -24,6 +24,7 @@ from verl_ray.json_lines import lines_of
 from verl_ray.ownership import Owner
 from verl_ray.profiling.process_table import STATUS, RunStatus, read_status
 from verl_ray.profiling.trace import TRACE, events_in, read_trace
+from verl_ray.report.credentials import without_credentials
 from verl_ray.report.lines import (
     Line,
     MainMetric,
@@ -203,6 +204,7 @@ def read_run(folder: Path, most_rows: int = 0) -> RunRecord:
     config = read_config(folder, damage)
     lines = _lines(folder / METRICS, damage)
     segments, status, state = _processes(folder, bool(lines), damage)
+    lines = with_saves_in_their_steps(lines, segments)
     record = RunRecord(
         folder, config, lines, segments, status, state, {}, damage=damage
     )
@@ -298,7 +300,7 @@ def _lines(path: Path, damage: list[str]) -> list[Line]:
         step = numbers.get(GLOBAL_STEP, math.nan)
         if math.isfinite(step):
             by_step[int(step)] = numbers
-    return with_saves_in_their_steps([by_step[step] for step in sorted(by_step)])
+    return [by_step[step] for step in sorted(by_step)]
 
 
 def _whole_lines(path: Path, damage: list[str]) -> list[dict[str, float]]:
@@ -543,7 +545,9 @@ def _logs(folder: Path, damage: list[str]) -> tuple[list[LogError], list[LogEnd]
         text = content.decode("utf-8", errors="replace")
         errors = [*_errors_in(path.name, text), *errors]
         if text.strip() and len(ends) < _MOST_ENDS:
-            ends.append(LogEnd(path.name, text[-_END_CHARACTERS:], time_ns / 1e9))
+            # A key that the cut would divide is recognized by its beginning.
+            end = without_credentials(text[-_END_CHARACTERS - _LONGEST :])
+            ends.append(LogEnd(path.name, end[-_END_CHARACTERS:], time_ns / 1e9))
 
     warnings = [error for error in errors if error.is_warning]
     errors = [error for error in errors if not error.is_warning]
@@ -570,6 +574,6 @@ def _errors_in(name: str, text: str) -> list[LogError]:
         if is_error or _WARNING.search(line):
             kind = _NUMBERS.sub("0", line)[:_LONGEST]
             counts[kind] += 1
-            shown = line[:_LONGEST]
+            shown = without_credentials(line[: 2 * _LONGEST])[:_LONGEST]
             last[kind] = LogError(name, shown, counts[kind], is_warning=not is_error)
     return list(last.values())

@@ -18,8 +18,8 @@ from verl_ray.report.lines import setting
 _OVERRIDE = re.compile(r"[+~]{0,2}([\w./:@-]+)=(.*)", re.DOTALL)
 _WITH_VALUE = ("--config-name", "--config-dir")
 
-_RESOLVED = {"run.total_epochs": "run.total_steps"}
-"""Settings that a run replaces by another one."""
+_RESOLVED = {"run.total_epochs": "run.total_steps", "schedule": "rollout.schedule"}
+"""What stands in another setting of the run: one that is counted, and a choice."""
 
 
 @dataclass(frozen=True)

@@ -68,6 +68,13 @@ class RunSegment:
     """The process as an owner (`verl_ray/ownership.py`); empty in records of earlier
     versions."""
 
+    saved_step: int | None = None
+    """Step of the checkpoint that it wrote last; None for none, or in records of
+    earlier versions."""
+
+    saving_s: float = 0.0
+    """Seconds for which it waited for that checkpoint."""
+
     def has_written(self, status: RunStatus) -> bool:
         """Return whether a status is of this process, and not of one before it."""
         if not self.driver:
@@ -137,6 +144,23 @@ def ready_segment(run_dir: Path, step: int, preparing_s: float = 0.0) -> None:
             preparing_s=preparing_s,
         )
         _write(run_dir, [*segments[:-1], ready])
+
+
+def save_segment(run_dir: Path, step: int, saving_s: float) -> None:
+    """Note the checkpoint that the process that began last has written last.
+
+    Args:
+        run_dir: Folder of the run.
+        step: Its step.
+        saving_s: Seconds for which the process waited for it.
+
+    Raises:
+        TrackingError: The history cannot be read or written.
+    """
+    segments = read_history(run_dir)
+    if segments:
+        saved = replace(segments[-1], saved_step=step, saving_s=saving_s)
+        _write(run_dir, [*segments[:-1], saved])
 
 
 def end_segment(run_dir: Path, step: int, ending: Ending) -> None:

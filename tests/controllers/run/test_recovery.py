@@ -37,6 +37,7 @@ from verl_ray.cluster.session import Session
 from verl_ray.cluster.waiting import Background, wait
 from verl_ray.errors import CheckpointError, WorkerDied
 from verl_ray.tracking import Trackers
+from verl_ray.tracking.history import begin_segment, read_history
 from verl_ray.tracking.jsonl import JsonlTracker, read_metrics
 
 ROOT = Path(__file__).parents[3]
@@ -237,6 +238,8 @@ def test_what_is_written_behind_counts_if_it_is_whole(
         "ppo", run_dir, "run.checkpoint_behind=true", "run.checkpoint_every=1"
     )
     recovery = Recovery(Resumption(config))
+    run_dir.mkdir()
+    begin_segment(run_dir, 0, time.time())
     trackers = Trackers([])
     roles = [
         Role(name, name, SlowWriter, (str(gates),)) for name in ("first", "second")
@@ -273,11 +276,15 @@ def test_what_is_written_behind_counts_if_it_is_whole(
         learner.background = Rollouts(gates / "begun")
         learner.drawn = 16
         recovery.commit(2, learner)
+        begun_s = time.perf_counter()
         recovery.save(learner, trackers)
         assert (gates / "begun").exists()
         recovery.finish_save(Rollouts(gates / "step_00000002"))
         found = newest().checkpoint
         assert found is not None and found.step == recovery.saved_step == 2
+        (process,) = read_history(run_dir)
+        assert process.saved_step == 2
+        assert 0 < process.saving_s <= time.perf_counter() - begun_s
         learner.background = None
 
         # The role itself dies in the next step, after it has written its part.
