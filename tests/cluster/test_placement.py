@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
@@ -17,10 +18,14 @@ from verl_ray.cluster.placement import (
     Bundles,
     ProcessSet,
     fits,
+    node_resources,
     number_ranks,
+    place,
     plan_bundles,
+    release,
     share_cpus,
 )
+from verl_ray.cluster.session import Session
 from verl_ray.errors import ClusterError
 
 ROOT = Path(__file__).parents[2]
@@ -260,6 +265,27 @@ def test_what_fits_is_what_ray_packs() -> None:
     assert not fits(
         [{"CPU": 2.0}, {"CPU": 1.5}, {"CPU": 1.5}], [{"CPU": 2.0}, {"CPU": 3.0}]
     )
+
+
+@pytest.mark.cluster
+def test_resources_that_another_program_took_are_not_waited_for(
+    cluster: Session, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    free = node_resources()
+    monkeypatch.setattr(placement, "_RELEASE_S", 0.5)
+    sets = [process_set("trainer", 1, 3.5, 0, "main")]
+    (others,) = place([process_set("others", 1, 1.0, 0, "others")], 60).values()
+    # It is taken between the look at what is free and the reservation.
+    monkeypatch.setattr(placement, "check_fits", lambda _: None)
+    with pytest.raises(
+        ClusterError, match=r"requests 3\.5 CPU(.|\n)*4 CPU, free 3 CPU"
+    ):
+        place(sets, 600)
+    release([others.group])
+    (trainer,) = place(sets, 60).values()
+    release([trainer.group])
+    while node_resources() != free:
+        time.sleep(0.05)
 
 
 BUNDLES: list[list[dict[str, float]]] = [

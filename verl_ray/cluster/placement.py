@@ -404,14 +404,27 @@ def _amounts(resources: Resources) -> str:
 
 
 def _wait_until_reserved(group: Any, plans: Sequence[Bundles], stall_s: float) -> None:
+    """Wait for a placement group that fitted when it was made.
+
+    Raises:
+        ClusterError: Other programs have taken its resources since, or Ray does not
+            reserve them.
+    """
     ready = RAY_CALLS.make(group.ready)
-    deadline = time.monotonic() + stall_s
+    fitted_s = begun_s = time.monotonic()
     while not wait([ready], 1, TICK_S):
-        if time.monotonic() > deadline:
+        now_s = time.monotonic()
+        nodes = node_resources()
+        # What is reserved is no longer available, though the group is not ready yet.
+        state = RAY_CALLS.make(ray.util.placement_group_table, group)["state"]
+        if state != "PENDING" or fit_in_turn(plans, [each.available for each in nodes]):
+            fitted_s = now_s
+        elif now_s - fitted_s > _RELEASE_S:
+            raise _refusal(plans, nodes, show_available=True)
+        if now_s - begun_s > stall_s:
             raise ClusterError(
                 f"Ray did not reserve the bundles of {[plan.name for plan in plans]}"
-                f" within {stall_s:g} s (run.stall_s). They fitted when this began, so"
-                " another program may have taken resources since"
+                f" within {stall_s:g} s (run.stall_s), and they fit"
             )
 
 

@@ -137,6 +137,8 @@ class MuonConfig(OptimizerConfig):
     """Added to the root of the second moment of AdamW."""
 
     def state_bytes(self, in_blocks: int, elsewhere: int, factors: int) -> int:
+        # A step works on one matrix after the other, whole and in bfloat16, with three
+        # copies. The backward pass has freed more than that, which the plan counts.
         return FLOAT32 * in_blocks + MOMENTS * elsewhere
 
 
