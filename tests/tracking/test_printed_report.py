@@ -82,12 +82,20 @@ def test_a_name_is_broken_at_its_slashes_and_numbers_never() -> None:
 
 
 def test_rows_that_say_nothing_are_left_out() -> None:
-    counts = {"val-aux/num_prompts": 16.0, "val-aux/failed_scores": 0.0}
+    counts = {
+        "val-aux/num_prompts": 16.0,
+        "val-aux/failed_scores": 0.0,
+        "val-aux/dropped": 0.0,
+    }
+    lengths = {f"val-aux/sums/response_length/{kind}": 3.0 for kind in ("mean", "max")}
+    counts |= {**lengths, "val-aux/sums/response_length/clip_ratio": 0.0}
     ends = [f"val-aux/sums/episode/ends/{end}" for end in ("aborted", "max_turns")]
     before = HeldOut(0, counts | dict.fromkeys(ends, 0.0))
-    after = HeldOut(2, {SUMS: 1.0, **counts, ends[0]: 0.0, ends[1]: 0.25})
+    longer = {"val-aux/sums/response_length/max": 4.0}
+    after = HeldOut(2, {SUMS: 1.0, **counts, **longer, ends[0]: 0.0, ends[1]: 0.25})
     text = shown(before=before, after=after)
-    assert "num_prompts" not in text and "failed_scores" not in text
+    silent = ("num_prompts", "failed_scores", "dropped", "clip_ratio", "length/mean")
+    assert not any(name in text for name in silent) and "response_length/max" in text
     assert "aborted" not in text and "max_turns" in text
     failed = shown(after=HeldOut(2, counts | {"val-aux/failed_scores": 3.0}))
     assert "failed_scores" in failed

@@ -39,6 +39,8 @@ _SHOWN_PHASES = 5
 # Last parts of the names of metrics that count held-out rows.
 _COUNTS = ("num_prompts", "num_pairs", "num_responses")
 
+_FAILURES = ("failed_scores", "dropped", "clip_ratio")
+
 
 @dataclass(frozen=True)
 class HeldOut:
@@ -190,12 +192,14 @@ def _ordered(sides: Iterable[HeldOut]) -> list[str]:
 def _is_trivial(name: str, values: Sequence[float | None]) -> bool:
     """Return whether a metric says nothing.
 
-    There is no failure, no episode ended so, or the same count stands twice.
+    There is no failure, nothing was cut or left out, no episode ended so, or the same
+    count or length stands twice.
     """
     kind = name.rpartition("/")[2]
-    if kind == "failed_scores" or name.endswith(f"/episode/ends/{kind}"):
+    if kind in _FAILURES or name.endswith(f"/episode/ends/{kind}"):
         return not any(values)
-    return kind in _COUNTS and len(values) == 2 and values[0] == values[1]
+    may_repeat = kind in _COUNTS or "/response_length/" in name
+    return may_repeat and len(values) == 2 and values[0] == values[1]
 
 
 def _change(values: Sequence[float | None], paired: Interval | None) -> str:
